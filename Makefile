@@ -1,0 +1,46 @@
+# Everything runs from .venv, which the first target that needs it creates.
+VENV := .venv
+PY   := $(VENV)/bin/python
+STAMP := $(VENV)/.complete
+# What the environment is made from: a change here brings it up to date at the next call.
+STAMP_INPUTS := pyproject.toml $(wildcard requirements/*.txt) scripts/venv.sh \
+	$(shell find tests/sglang_cpu -name test_*.py -prune -o -type f -not -path '*/__pycache__/*' -print)
+
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-slow bench lint format clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## create or update .venv: SGLang on CPU, this project, test tools
+
+$(STAMP): $(STAMP_INPUTS)
+	@scripts/venv.sh $(VENV)
+	@touch $@
+
+demo: $(STAMP) ## an agent session on a real server, killed and continued from storage
+	$(PY) -m examples.demo
+
+test: $(STAMP) ## every test but the slow ones
+	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(STAMP) ## the slow tests: stress, crash loops, long fault runs
+	$(PY) -m pytest -m slow $(PYTEST_ARGS)
+
+bench: $(STAMP) ## compare storage backends through SGLang's interface
+	$(PY) -m bench.backend $(BENCH_ARGS)
+
+lint: $(STAMP) ## ruff (style, format) and mypy --strict
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(STAMP) ## let ruff rewrite what it can
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean: ## remove caches (not .venv)
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -1,0 +1,1 @@
+"""DualPath for SGLang: KV cache storage for agents."""

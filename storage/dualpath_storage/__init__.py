@@ -1,0 +1,1 @@
+"""Full Block store: geometry, segment files, checksums. Knows no SGLang, torch or Redis."""
