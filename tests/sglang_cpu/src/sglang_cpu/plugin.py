@@ -1,0 +1,117 @@
+"""SGLang plugin (entry point `sglang.srt.plugins`): HiCache without CUDA. For SGLang 0.5.23.
+
+Each change has one reason, given beside it. None is made when the process has a CUDA device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+import sglang_cpu
+
+logger = logging.getLogger(__name__)
+
+HOST_MEMORY_RESERVE_BYTES = 1 << 30
+
+_DIRECT = (
+    "transfer_kv_direct",
+    "transfer_kv_per_layer_direct_pf_lf",
+    "transfer_kv_all_layer_direct_lf_pf",
+)
+_MLA = (
+    "transfer_kv_per_layer_mla",
+    "transfer_kv_per_layer_mla_pf_lf",
+    "transfer_kv_all_layer_mla",
+    "transfer_kv_all_layer_mla_lf_pf",
+)
+_MHA = (
+    "transfer_kv_per_layer",
+    "transfer_kv_per_layer_pf_lf",
+    "transfer_kv_per_layer_ph_lf",
+    "transfer_kv_all_layer",
+    "transfer_kv_all_layer_lf_pf",
+    "transfer_kv_all_layer_lf_ph",
+)
+# SGLang module -> kernels that it imports from sgl_kernel.kvcacheio on CUDA only
+KERNELS = {
+    "sglang.srt.mem_cache.pool_host.mha": (*_DIRECT, *_MHA, *_MLA),
+    "sglang.srt.mem_cache.pool_host.mla": (*_DIRECT, *_MLA),
+}
+
+
+def register() -> None:
+    """Entry point. Does nothing unless SGLang's CPU engine is wanted and there is no CUDA."""
+    if not sglang_cpu.active():
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    _place_kernels()
+    _host_pools(HookRegistry, HookType)
+    _layer_loads(HookRegistry, HookType)
+    _mla_attention()
+    _disaggregation(HookRegistry, HookType)
+
+
+def _place_kernels() -> None:
+    from sgl_kernel import kvcacheio
+
+    for module_name, names in KERNELS.items():
+        module = importlib.import_module(module_name)
+        for name in names:
+            setattr(module, name, getattr(kvcacheio, name))
+
+
+def _host_pools(registry: Any, hook: Any) -> None:
+    """Plain memory instead of cudaHostRegister, and a reserve that fits a small test machine."""
+    from sglang.srt.mem_cache.pool_host import base
+
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = HOST_MEMORY_RESERVE_BYTES
+
+    def unpinned(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return args, {**kwargs, "pin_memory": False}
+
+    registry.register(
+        "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__", unpinned, hook.BEFORE
+    )
+
+
+def _layer_loads(registry: Any, hook: Any) -> None:
+    """Loads on a thread with real events: torch.cpu's streams and events do nothing."""
+    from sglang.srt.mem_cache.l2_transfer import TransferCompletion
+
+    from sglang_cpu.layer_loads import LayerLoads, LoadSwitches
+
+    loads = LayerLoads(LoadSwitches.from_environment(), TransferCompletion)
+    events = "sglang.srt.managers.cache_controller.LayerLoadingEvent"
+    registry.register(f"{events}.__init__", loads.after_events_made, hook.AFTER)
+    registry.register(f"{events}.wait", loads.wait_for_layer, hook.REPLACE)
+    registry.register(
+        "sglang.srt.mem_cache.l2_transfer.L2TransferEngine.submit_host_to_device",
+        loads.around_submit,
+        hook.AROUND,
+    )
+
+
+def _mla_attention() -> None:
+    """torch_native has no MLA handler and falls back to un-absorbed MHA: wrong tokens, silently."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+        AttnForwardMethod,
+    )
+
+    AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
+
+
+def _disaggregation(registry: Any, hook: Any) -> None:
+    """The host-tensor path of a KV sender uses pinned memory and CUDA events; numpy's does not."""
+
+    def without_host_tensors(transfer_class: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(transfer_class, "supports_host_tensor_indices", False):
+            transfer_class.supports_host_tensor_indices = False
+        return transfer_class
+
+    registry.register(
+        "sglang.srt.disaggregation.utils.get_kv_class", without_host_tensors, hook.AFTER
+    )
