@@ -1,0 +1,8 @@
+"""Metadata index: one interface, an embedded implementation."""
+
+from __future__ import annotations
+
+from dualpath_sglang.index.base import Entry, Freed, Index, IndexUnavailableError, Record
+from dualpath_sglang.index.embedded import EmbeddedIndex
+
+__all__ = ["EmbeddedIndex", "Entry", "Freed", "Index", "IndexUnavailableError", "Record"]

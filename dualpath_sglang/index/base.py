@@ -1,0 +1,123 @@
+"""The metadata index: which block lies where, when it was last used, and what may go first.
+
+A *unit* is what a page is to eviction: all blocks with one key under one model, that is every
+shard and every side pool. Units form chains by their parents; a unit goes only after its children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dualpath_storage import Geometry, Placement, Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A block to publish."""
+
+    key: bytes
+    parent: bytes
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """A block that was taken out of the index: its slot may be reused by the segment's owner."""
+
+    geometry_id: bytes
+    slot: Slot
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row of the index, as ``inspect`` and ``verify`` see it."""
+
+    unit: bytes
+    key: bytes
+    geometry_id: bytes
+    placement: Placement
+    last_used_us: int
+    parent: bytes
+
+
+class IndexUnavailableError(Exception):
+    """The index cannot answer now; the caller says miss, and tries again at its next call."""
+
+
+class Index(Protocol):
+    """One interface for all implementations. All may raise :class:`IndexUnavailableError`."""
+
+    name: str
+
+    def lookup(self, geometry: Geometry, keys: Sequence[bytes]) -> list[Placement | None]:
+        """Placements of the keys, None for those that are absent. One round trip."""
+        ...
+
+    def prefix(self, geometry: Geometry, keys: Sequence[bytes]) -> int:
+        """Length of the leading run of keys that are present. One round trip."""
+        ...
+
+    def publish(
+        self, geometry: Geometry, records: Sequence[Record], timeout_s: float
+    ) -> list[bool]:
+        """Make written blocks findable, a chain in order; False where another block stands."""
+        ...
+
+    def remove(
+        self, geometry: Geometry, blocks: Sequence[tuple[bytes, int]], timeout_s: float
+    ) -> list[Freed]:
+        """Take out (key, generation) pairs, each only if it is still the one that stands."""
+        ...
+
+    def touch(self, unit: bytes, chain: Sequence[bytes], timeout_s: float) -> None:
+        """Note the use of a chain of keys, parents first."""
+        ...
+
+    def evict(self, size: dict[bytes, int], need_bytes: int, timeout_s: float) -> list[Freed]:
+        """Take out least recently used units, leaves first, until ``need_bytes`` are free.
+
+        Args:
+            size: slot bytes by geometry id (16 bytes); unknown ones count as nothing.
+        """
+        ...
+
+    def evict_segment(self, geometry_id: bytes, segment: int, timeout_s: float) -> list[Freed]:
+        """Take out every unit with a block in a segment, and all that descends from it."""
+        ...
+
+    def segment_uses(self) -> dict[tuple[bytes, int], int]:
+        """Newest use (us) of any unit in each segment, by (geometry id, segment)."""
+        ...
+
+    def freed(self, geometry: Geometry, segments: Iterable[int]) -> list[Freed]:
+        """Freed slots of these segments that nobody has cleaned or reused yet."""
+        ...
+
+    def forget_freed(self, freed: Sequence[Freed], timeout_s: float) -> None:
+        """These slots were cleaned or reused."""
+        ...
+
+    def drop_segments(
+        self, geometry: Geometry, segments: Iterable[int], timeout_s: float
+    ) -> list[Freed]:
+        """Take out every block of segments that are gone."""
+        ...
+
+    def clear(self, geometry: Geometry, timeout_s: float) -> list[Freed]:
+        """Take out every block of a geometry."""
+        ...
+
+    def entries(self, geometry: Geometry | None = None) -> Iterator[Entry]:
+        """All rows, a consistent snapshot."""
+        ...
+
+    def counts(self) -> dict[bytes, int]:
+        """Blocks by geometry id."""
+        ...
+
+    def close(self) -> None:
+        """Release it."""
+        ...

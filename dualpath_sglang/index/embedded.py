@@ -1,0 +1,513 @@
+"""The index as one LMDB file beside the store: many processes, one machine, no server.
+
+| table | key | value |
+|---|---|---|
+| ``blocks`` | unit (8), key (32), geometry id (16) | segment u32, slot u32, generation u64 |
+| ``units`` | unit, key | last use in us u64, parent (32) |
+| ``lru`` | last use u64 big-endian, unit, key | - |
+| ``children`` | unit, parent (32), child (32) | - |
+| ``freed`` | geometry id, segment u32 BE, slot u32 BE | generation u64 |
+| ``meta`` | name | format version, boot id, whether it was closed cleanly |
+
+``lru`` repeats ``units`` in order of use; ``children`` repeats its parents. A reader sees one
+snapshot. Writers take turns by a file lock with a deadline, which the kernel releases when its
+holder dies, so that LMDB's own lock, which has no deadline, is never waited for. Commits are not
+synced: a killed process loses nothing, and after a crash of the machine (another boot id, not
+closed cleanly) the file is thrown away and rebuilt from the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar, cast
+
+import lmdb
+
+from dualpath_sglang.index.base import Entry, Freed, IndexUnavailableError, Record
+from dualpath_storage import NO_PARENT, Geometry, Placement, Slot
+from dualpath_storage.space import acquire
+
+FORMAT = b"1"
+TABLES = ("blocks", "units", "lru", "children", "freed", "meta")
+
+_BLOCK = struct.Struct("<IIQ")
+_UNIT = struct.Struct("<Q32s")
+_TICK = struct.Struct(">Q")
+_FREED = struct.Struct(">16sII")
+_GENERATION = struct.Struct("<Q")
+_MAP_BYTES = 64 << 30  # address space, not disk: the file grows as it is written
+_BATCH = 4096  # rows changed in one transaction at the most
+
+
+class IndexDamagedError(IndexUnavailableError):
+    """The file is gone, cut short or not an index: it must be rebuilt from the store."""
+
+
+def boot_id() -> bytes:
+    """Names this boot of the machine; empty where the system does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    except OSError:
+        return b""
+
+
+class _Environment:
+    """The open file. LMDB allows one a process and file, so all indexes of a path share it."""
+
+    _open: ClassVar[dict[str, _Environment]] = {}
+    _open_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, path: Path, read_only: bool) -> None:
+        self.users = 0
+        self.mutex = threading.Lock()
+        self.lock_fd = -1
+        self.env = lmdb.open(
+            str(path),
+            map_size=_MAP_BYTES,
+            subdir=False,
+            readonly=read_only,
+            create=not read_only,
+            sync=False,
+            metasync=False,
+            max_dbs=len(TABLES),
+            max_readers=1024,
+            lock=not read_only or os.access(path.parent, os.W_OK),
+        )
+        try:
+            self.env.reader_check()
+            self.tables = {
+                name: self.env.open_db(name.encode(), create=not read_only) for name in TABLES
+            }
+            stat = path.stat()
+            self.identity = (stat.st_dev, stat.st_ino)
+            if not read_only:
+                self.lock_fd = os.open(
+                    f"{path}-writer", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
+                )
+        except BaseException:
+            self.env.close()
+            raise
+
+    @classmethod
+    def share(cls, path: Path, read_only: bool) -> _Environment:
+        with cls._open_lock:
+            name = str(path.resolve())
+            shared = cls._open.get(name)
+            if shared is None or shared.replaced(path):
+                shared = cls._open[name] = cls(path, read_only)
+            shared.users += 1
+            return shared
+
+    def replaced(self, path: Path) -> bool:
+        """Whether another file has this one's name by now."""
+        try:
+            stat = path.stat()
+        except OSError:
+            return True
+        return (stat.st_dev, stat.st_ino) != self.identity
+
+    def release(self) -> None:
+        with self._open_lock:
+            self.users -= 1
+            if self.users:
+                return
+            for name in [n for n, shared in self._open.items() if shared is self]:
+                del self._open[name]
+            if self.lock_fd >= 0:
+                os.close(self.lock_fd)
+            self.env.close()
+
+
+class EmbeddedIndex:
+    """See :class:`dualpath_sglang.index.base.Index`.
+
+    Args:
+        path: the file; created when missing.
+        read_only: never write; the file must exist.
+
+    Raises:
+        IndexDamagedError: the file is no usable index.
+        IndexUnavailableError: it cannot be opened now.
+    """
+
+    name = "embedded"
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self.path = path
+        self._read_only = read_only
+        try:
+            self._shared = _Environment.share(path, read_only)
+        except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
+            raise IndexDamagedError(f"{path} is no index: {error}") from error
+        except (lmdb.PageNotFoundError, lmdb.NotFoundError, lmdb.PanicError) as error:
+            raise IndexDamagedError(f"{path} is damaged: {error}") from error
+        except (lmdb.Error, OSError) as error:
+            raise IndexUnavailableError(f"{path} cannot be opened: {error}") from error
+        self._env = self._shared.env
+        tables = self._shared.tables
+        self._blocks, self._units, self._lru = tables["blocks"], tables["units"], tables["lru"]
+        self._children, self._freed, self._meta = (
+            tables["children"],
+            tables["freed"],
+            tables["meta"],
+        )
+        try:
+            self._check_meta()
+        except IndexUnavailableError:
+            self._shared.release()
+            raise
+
+    def _check_meta(self) -> None:
+        with self._read() as txn:
+            version, boot, clean = (
+                txn.get(n, db=self._meta) for n in (b"format", b"boot", b"clean")
+            )
+        if version is None and not self._read_only:
+            with self._write(5.0) as txn:
+                txn.put(b"format", FORMAT, db=self._meta)
+                txn.put(b"boot", boot_id(), db=self._meta)
+            return
+        if version != FORMAT:
+            raise IndexDamagedError(f"{self.path} has a format that this version cannot read")
+        if boot != boot_id():
+            if clean != b"1":
+                raise IndexDamagedError(f"{self.path} was in use when the machine went down")
+            if not self._read_only:
+                with self._write(5.0) as txn:
+                    txn.put(b"boot", boot_id(), db=self._meta)
+
+    # -- transactions -----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _read(self) -> Iterator[lmdb.Transaction]:
+        self._guard()
+        try:
+            with self._env.begin() as txn:
+                yield txn
+        except (lmdb.CorruptedError, lmdb.PageNotFoundError) as error:
+            raise IndexDamagedError(f"{self.path} is damaged: {error}") from error
+        except (lmdb.Error, struct.error) as error:
+            raise IndexUnavailableError(f"{self.path}: {error}") from error
+
+    @contextlib.contextmanager
+    def _write(self, timeout_s: float) -> Iterator[lmdb.Transaction]:
+        if self._read_only:
+            raise IndexUnavailableError(f"{self.path} is open for reading only")
+        self._guard()
+        end = time.monotonic() + timeout_s
+        if not self._shared.mutex.acquire(timeout=max(0.0, timeout_s)):
+            raise IndexUnavailableError(f"{self.path}: no turn to write within {timeout_s:.1f} s")
+        try:
+            if not acquire(self._shared.lock_fd, end - time.monotonic()):
+                raise IndexUnavailableError(
+                    f"{self.path}: no turn to write within {timeout_s:.1f} s"
+                )
+            try:
+                with self._env.begin(write=True) as txn:
+                    if txn.get(b"clean", db=self._meta) == b"1":
+                        txn.put(b"clean", b"0", db=self._meta)
+                    yield txn
+            finally:
+                _unlock(self._shared.lock_fd)
+        except (lmdb.CorruptedError, lmdb.PageNotFoundError) as error:
+            raise IndexDamagedError(f"{self.path} is damaged: {error}") from error
+        except (lmdb.Error, struct.error, OSError) as error:
+            raise IndexUnavailableError(f"{self.path}: {error}") from error
+        finally:
+            self._shared.mutex.release()
+
+    def _guard(self) -> None:
+        """Notice a removed, replaced or shortened file before its memory map is touched."""
+        try:
+            stat = self.path.stat()
+            last_page = self._env.info()["last_pgno"]
+        except (OSError, lmdb.Error) as error:
+            raise IndexDamagedError(f"{self.path} is gone: {error}") from error
+        if (stat.st_dev, stat.st_ino) != self._shared.identity:
+            raise IndexDamagedError(f"{self.path} was replaced")
+        if stat.st_size < 2 * 4096 or stat.st_size < last_page * 4096:
+            raise IndexDamagedError(f"{self.path} was cut short")
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def lookup(self, geometry: Geometry, keys: Sequence[bytes]) -> list[Placement | None]:
+        unit, suffix, unpack = geometry.unit, geometry.id_bytes, _BLOCK.unpack
+        with self._read() as txn:
+            rows = [txn.get(unit + key + suffix, db=self._blocks) for key in keys]
+        return [None if row is None else Placement(*unpack(row)) for row in rows]
+
+    def prefix(self, geometry: Geometry, keys: Sequence[bytes]) -> int:
+        unit, suffix, blocks = geometry.unit, geometry.id_bytes, self._blocks
+        with self._read() as txn:
+            get = txn.get
+            for i, key in enumerate(keys):
+                if get(unit + key + suffix, db=blocks) is None:
+                    return i
+        return len(keys)
+
+    def entries(self, geometry: Geometry | None = None) -> Iterator[Entry]:
+        with self._read() as txn:
+            for name, value in _rows(txn, self._blocks):
+                unit, key, geometry_id = name[:8], name[8:40], name[40:]
+                if geometry is not None and geometry_id != geometry.id_bytes:
+                    continue
+                used, parent = _UNIT.unpack(
+                    txn.get(unit + key, _UNIT.pack(0, NO_PARENT), db=self._units)
+                )
+                placement = Placement(*_BLOCK.unpack(value))
+                yield Entry(unit, key, geometry_id, placement, used, parent)
+
+    def counts(self) -> dict[bytes, int]:
+        counts: dict[bytes, int] = {}
+        with self._read() as txn:
+            for name, _ in _rows(txn, self._blocks):
+                counts[name[40:]] = counts.get(name[40:], 0) + 1
+        return counts
+
+    def freed(self, geometry: Geometry, segments: Iterable[int]) -> list[Freed]:
+        found: list[Freed] = []
+        with self._read() as txn:
+            if txn.stat(self._freed)["entries"] == 0:
+                return []
+            for segment in segments:
+                prefix = _FREED.pack(geometry.id_bytes, segment, 0)[:20]
+                found += [_freed_row(*row) for row in _rows(txn, self._freed, prefix)]
+        return found
+
+    # -- writing ----------------------------------------------------------------------------
+
+    def publish(
+        self, geometry: Geometry, records: Sequence[Record], timeout_s: float
+    ) -> list[bool]:
+        suffix = geometry.id_bytes
+        results = []
+        with self._write(timeout_s) as txn:
+            now = _now_us() + len(records)
+            for i, record in enumerate(records):
+                unit_key = geometry.unit + record.key
+                value = _BLOCK.pack(
+                    record.placement.segment, record.placement.slot, record.placement.generation
+                )
+                new = txn.put(unit_key + suffix, value, overwrite=False, db=self._blocks)
+                results.append(new)
+                self._use(txn, unit_key, now - i, record.parent)
+                if new:
+                    txn.delete(
+                        _FREED.pack(suffix, record.placement.segment, record.placement.slot),
+                        db=self._freed,
+                    )
+        return results
+
+    def touch(self, unit: bytes, chain: Sequence[bytes], timeout_s: float) -> None:
+        with self._write(timeout_s) as txn:
+            now = _now_us() + len(chain)
+            for i, key in enumerate(chain):
+                if txn.get(unit + key, db=self._units) is not None:
+                    self._use(txn, unit + key, now - i, NO_PARENT)
+
+    def _use(self, txn: lmdb.Transaction, unit_key: bytes, when: int, parent: bytes) -> None:
+        """Move a unit to ``when`` in the order of use, and learn its parent once it is known."""
+        old = txn.get(unit_key, db=self._units)
+        if old is not None:
+            before, known = _UNIT.unpack(old)
+            when = max(when, before)
+            if when != before:
+                txn.delete(_TICK.pack(before) + unit_key, db=self._lru)
+            if known != NO_PARENT:
+                parent = known
+        txn.put(unit_key, _UNIT.pack(when, parent), db=self._units)
+        txn.put(_TICK.pack(when) + unit_key, b"", db=self._lru)
+        if parent != NO_PARENT:
+            txn.put(unit_key[:8] + parent + unit_key[8:], b"", db=self._children)
+
+    def remove(
+        self, geometry: Geometry, blocks: Sequence[tuple[bytes, int]], timeout_s: float
+    ) -> list[Freed]:
+        freed = []
+        with self._write(timeout_s) as txn:
+            for key, generation in blocks:
+                row = txn.get(geometry.unit + key + geometry.id_bytes, db=self._blocks)
+                if row is not None and _BLOCK.unpack(row)[2] == generation:
+                    freed.append(self._free(txn, geometry.unit + key + geometry.id_bytes, row))
+                    self._forget_unit_if_empty(txn, geometry.unit + key)
+        return freed
+
+    def _free(self, txn: lmdb.Transaction, name: bytes, row: bytes | memoryview) -> Freed:
+        segment, slot, generation = _BLOCK.unpack(row)
+        txn.delete(name, db=self._blocks)
+        freed = Freed(name[40:], Slot(segment, slot), generation)
+        txn.put(
+            _FREED.pack(freed.geometry_id, segment, slot),
+            _GENERATION.pack(generation),
+            db=self._freed,
+        )
+        return freed
+
+    def _forget_unit_if_empty(self, txn: lmdb.Transaction, unit_key: bytes) -> None:
+        if next(_rows(txn, self._blocks, unit_key), None) is not None:
+            return
+        row = txn.get(unit_key, db=self._units)
+        if row is None:
+            return
+        used, parent = _UNIT.unpack(row)
+        txn.delete(unit_key, db=self._units)
+        txn.delete(_TICK.pack(used) + unit_key, db=self._lru)
+        if parent != NO_PARENT:
+            txn.delete(unit_key[:8] + parent + unit_key[8:], db=self._children)
+
+    def evict(self, size: dict[bytes, int], need_bytes: int, timeout_s: float) -> list[Freed]:
+        freed: list[Freed] = []
+        got = 0
+        with self._write(timeout_s) as txn:
+            for _ in range(_BATCH):
+                oldest = next(_rows(txn, self._lru), None)
+                if got >= need_bytes or oldest is None:
+                    break
+                tick, unit_key = oldest[0][:8], oldest[0][8:]
+                child_used = self._newest_child(txn, unit_key)
+                if child_used is not None:
+                    # Use of a child is use of its parent: go on with what is older.
+                    self._use(txn, unit_key, max(child_used, _TICK.unpack(tick)[0]) + 1, NO_PARENT)
+                    continue
+                for row in self._free_unit(txn, unit_key):
+                    freed.append(row)
+                    got += size.get(row.geometry_id, 0)
+        return freed
+
+    def _newest_child(self, txn: lmdb.Transaction, unit_key: bytes) -> int | None:
+        newest = None
+        for child in self._children_of(txn, unit_key):
+            row = txn.get(child, db=self._units)
+            if row is not None:
+                newest = max(newest or 0, _UNIT.unpack(row)[0])
+        return newest
+
+    def _children_of(self, txn: lmdb.Transaction, unit_key: bytes) -> list[bytes]:
+        return [name[:8] + name[40:] for name, _ in _rows(txn, self._children, unit_key)]
+
+    def _free_unit(self, txn: lmdb.Transaction, unit_key: bytes) -> list[Freed]:
+        rows = list(_rows(txn, self._blocks, unit_key))
+        freed = [self._free(txn, name, value) for name, value in rows]
+        self._forget_unit_if_empty(txn, unit_key)
+        return freed
+
+    def evict_segment(self, geometry_id: bytes, segment: int, timeout_s: float) -> list[Freed]:
+        doomed = [
+            e.unit + e.key
+            for e in self.entries()
+            if e.geometry_id == geometry_id and e.placement.segment == segment
+        ]
+        freed: list[Freed] = []
+        with self._write(timeout_s) as txn:
+            while doomed:
+                unit_key = doomed.pop()
+                doomed += self._children_of(txn, unit_key)
+                freed += self._free_unit(txn, unit_key)
+        return freed
+
+    def segment_uses(self) -> dict[tuple[bytes, int], int]:
+        uses: dict[tuple[bytes, int], int] = {}
+        for entry in self.entries():
+            name = (entry.geometry_id, entry.placement.segment)
+            uses[name] = max(uses.get(name, 0), entry.last_used_us)
+        return uses
+
+    def forget_freed(self, freed: Sequence[Freed], timeout_s: float) -> None:
+        if not freed:
+            return
+        with self._write(timeout_s) as txn:
+            for row in freed:
+                name = _FREED.pack(row.geometry_id, row.slot.segment, row.slot.slot)
+                if txn.get(name, db=self._freed) == _GENERATION.pack(row.generation):
+                    txn.delete(name, db=self._freed)
+
+    def drop_segments(
+        self, geometry: Geometry, segments: Iterable[int], timeout_s: float
+    ) -> list[Freed]:
+        gone = set(segments)
+        return self._free_all(
+            [e for e in self.entries(geometry) if e.placement.segment in gone], timeout_s
+        )
+
+    def clear(self, geometry: Geometry, timeout_s: float) -> list[Freed]:
+        return self._free_all(list(self.entries(geometry)), timeout_s)
+
+    def _free_all(self, entries: Sequence[Entry], timeout_s: float) -> list[Freed]:
+        freed = []
+        for first in range(0, len(entries), _BATCH):
+            with self._write(timeout_s) as txn:
+                for entry in entries[first : first + _BATCH]:
+                    name = entry.unit + entry.key + entry.geometry_id
+                    row = txn.get(name, db=self._blocks)
+                    if row is not None and _BLOCK.unpack(row)[2] == entry.placement.generation:
+                        freed.append(self._free(txn, name, row))
+                        self._forget_unit_if_empty(txn, entry.unit + entry.key)
+        return freed
+
+    # -- housekeeping -----------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Walk every row.
+
+        Raises:
+            IndexDamagedError: a row cannot be read or contradicts another table.
+        """
+        try:
+            with self._read() as txn:
+                for name, value in _rows(txn, self._blocks):
+                    if len(name) != 56 or len(value) != _BLOCK.size:
+                        raise IndexDamagedError(f"{self.path} has a malformed block row")
+                    if txn.get(name[:40], db=self._units) is None:
+                        raise IndexDamagedError(f"{self.path} has a block without its unit")
+                units = 0
+                for name, value in _rows(txn, self._units):
+                    units += 1
+                    used = _TICK.pack(_UNIT.unpack(value)[0])
+                    if txn.get(used + name, db=self._lru) is None:
+                        raise IndexDamagedError(f"{self.path} has a unit outside the order of use")
+                if units != sum(1 for _ in _rows(txn, self._lru)):
+                    raise IndexDamagedError(f"{self.path} has a stray row in the order of use")
+        except IndexDamagedError:
+            raise
+        except IndexUnavailableError as error:
+            raise IndexDamagedError(str(error)) from error
+
+    def close(self) -> None:
+        if not self._read_only:
+            with contextlib.suppress(IndexUnavailableError), self._write(1.0) as txn:
+                txn.put(b"clean", b"1", db=self._meta)
+            with contextlib.suppress(lmdb.Error):
+                self._env.sync(True)
+        self._shared.release()
+
+
+def _rows(
+    txn: lmdb.Transaction, table: lmdb._Database, prefix: bytes = b""
+) -> Iterator[tuple[bytes, bytes]]:
+    """Rows in order of their keys, those that begin with ``prefix``."""
+    cursor = txn.cursor(table)
+    if cursor.set_range(prefix):
+        for name, value in cast("Iterator[tuple[bytes, bytes]]", iter(cursor)):
+            if not name.startswith(prefix):
+                return
+            yield name, value
+
+
+def _freed_row(name: bytes, value: bytes) -> Freed:
+    geometry_id, segment, slot = _FREED.unpack(name)
+    return Freed(geometry_id, Slot(segment, slot), _GENERATION.unpack(value)[0])
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000
+
+
+def _unlock(fd: int) -> None:
+    fcntl.flock(fd, fcntl.LOCK_UN)

@@ -1,0 +1,537 @@
+"""The KV cache of one store, for any engine: look up, read, write, evict.
+
+Nothing here raises for a missing, damaged or late block: reads say so per block, writes say what
+became of each. When the index cannot answer, everything misses until it can again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from dualpath_sglang.evictor import Evictor
+from dualpath_sglang.index import Index, IndexUnavailableError, Record
+from dualpath_sglang.index.embedded import IndexDamagedError
+from dualpath_sglang.index.recovery import open_index
+from dualpath_sglang.pool import Pool
+from dualpath_sglang.stats import CacheStats, Counters
+from dualpath_storage import (
+    NO_PARENT,
+    BlockStore,
+    Geometry,
+    Pieces,
+    Placement,
+    ReadItem,
+    ReadStatus,
+    Slot,
+    Space,
+    StoreError,
+    StoreOptions,
+    WriteItem,
+    WriteStatus,
+)
+from dualpath_storage.backends import PosixBackend
+from dualpath_storage.space import GEOMETRY_FILE, geometry_directories
+from dualpath_storage.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+_OPEN_TIMEOUT_S = 120.0
+_ADOPT_TIMEOUT_S = 60.0
+_UPKEEP_EVERY_S = 1.0
+_MAX_TOUCHES = 4096
+
+
+class WriteResult(enum.Enum):
+    """What became of a block that was to be written."""
+
+    STORED = "stored"
+    PRESENT = "present"
+    DROPPED = "dropped"
+    """Left out on purpose: no room, read-only, or the store does not answer now."""
+    FAILED = "failed"
+
+
+class KVCache:
+    """Full Blocks of any number of geometries in one root. Thread-safe.
+
+    Args:
+        options: where and how.
+
+    Raises:
+        StoreError: the root cannot be used as asked.
+    """
+
+    def __init__(self, options: StoreOptions) -> None:
+        self.options = options
+        self.root = options.root
+        try:
+            if not options.read_only:
+                self.root.mkdir(parents=True, exist_ok=True)
+            if not self.root.is_dir():
+                raise StoreError(f"The store's root {self.root} is not a directory.")
+            self._backend = PosixBackend(
+                self.root, options.direct_io, writable=not options.read_only
+            )
+        except OSError as error:
+            raise StoreError(f"The store's root {self.root} cannot be used: {error}.") from error
+        self._space = Space(options)
+        self._counters = Counters()
+        self._pools: dict[str, Pool] = {}
+        self._lock = threading.Lock()
+        self._evictor = Evictor(
+            self._space, self._backend, self._attached, self.geometries, self._counters
+        )
+        self._touches: list[tuple[bytes, tuple[bytes, ...]]] = []
+        self._generation = 0
+        self._stalled = False
+        self._readers = Workers(options.io_threads, "dualpath-read")
+        self._writers = Workers(options.io_threads, "dualpath-write")
+        self._index: Index | None = None
+        self._lost: list[Index] = []
+        self._open_index()
+        self._stop = threading.Event()
+        self._upkeep = threading.Thread(
+            target=self._upkeep_loop, name="dualpath-upkeep", daemon=True
+        )
+        self._upkeep.start()
+
+    # -- pools ------------------------------------------------------------------------------
+
+    def attach(self, geometry: Geometry, *, writer: bool = True) -> Pool:
+        """Begin to use the blocks of a geometry.
+
+        Args:
+            writer: whether this process will write them, and takes over the segments of writers
+                that died. Several processes may; each has segments of its own.
+
+        Raises:
+            StoreError: its directory cannot be made.
+        """
+        writer = writer and not self.options.read_only
+        with self._lock:
+            pool = self._pools.get(geometry.id)
+            if pool is None:
+                pool = self._pools[geometry.id] = Pool(self._store(geometry), writer=writer)
+            pool.writer |= writer
+        if writer:
+            try:
+                pool.store.create_directory()
+            except OSError as error:
+                logger.warning("Cannot make %s: %s", pool.store.directory, error)
+            with self._index_or_none() as index:
+                if index is not None:
+                    pool.adopt(index, time.monotonic() + _ADOPT_TIMEOUT_S, now=True)
+        return pool
+
+    def _store(self, geometry: Geometry) -> BlockStore:
+        return BlockStore(
+            self.root,
+            geometry,
+            self._backend,
+            self._space,
+            self._readers,
+            self._writers,
+            self.options.max_io_bytes,
+        )
+
+    def stores(self) -> Iterator[BlockStore]:
+        """Every geometry under the root, attached here or not; closes each before the next."""
+        for geometry in self.geometries():
+            store = self._store(geometry)
+            yield store
+            store.close()
+
+    def geometries(self) -> list[Geometry]:
+        """Every geometry under the root. One that cannot be read is left out, with a warning."""
+        found = []
+        for directory in geometry_directories(self.root):
+            try:
+                geometry = Geometry.from_json((directory / GEOMETRY_FILE).read_text())
+            except (OSError, StoreError) as error:
+                logger.warning("%s is left out: %s", directory, error)
+                continue
+            if geometry.id == directory.name:
+                found.append(geometry)
+            else:
+                logger.warning("%s is left out: its geometry belongs to another place", directory)
+        return found
+
+    # -- looking up -------------------------------------------------------------------------
+
+    def lookup(self, pool: Pool, keys: Sequence[bytes]) -> list[bool]:
+        """Whether each block is present. A promise only until it is evicted or found damaged."""
+        with self._index_or_none() as index:
+            if index is not None:
+                found = [place is not None for place in index.lookup(pool.geometry, keys)]
+                self._count_lookup(len(keys), sum(found))
+                return found
+        self._counters.miss("index", len(keys))
+        return [False] * len(keys)
+
+    def prefix(self, pool: Pool, keys: Sequence[bytes]) -> int:
+        """Length of the leading run of blocks that are present."""
+        with self._index_or_none() as index:
+            if index is not None:
+                run = index.prefix(pool.geometry, keys)
+                self._count_lookup(len(keys), run)
+                return run
+        self._counters.miss("index", len(keys))
+        return 0
+
+    def _count_lookup(self, asked: int, found: int) -> None:
+        self._counters.add("lookups")
+        self._counters.miss(ReadStatus.ABSENT.value, asked - found)
+
+    def touch(self, pool: Pool, keys: Sequence[bytes]) -> None:
+        """Note the use of a chain of keys, parents first. Written down later, in a batch."""
+        if keys:
+            with self._lock:
+                if len(self._touches) < _MAX_TOUCHES:
+                    self._touches.append((pool.geometry.unit, tuple(keys)))
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def read(
+        self,
+        pool: Pool,
+        keys: Sequence[bytes],
+        pieces: Sequence[Pieces],
+        *,
+        layers: tuple[int, int] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[bool]:
+        """Read blocks into memory.
+
+        Args:
+            keys: which ones.
+            pieces: the memory of each, see :data:`dualpath_storage.Pieces`.
+            layers: only the Layer Blocks ``[first, end)``; all by default.
+            timeout_s: seconds after which no further I/O is begun.
+
+        Returns:
+            True for a block that is whole and passed its checksums. The memory of any other is
+            garbage. Nothing writes to the memory after the return.
+        """
+        assert len(keys) == len(pieces)
+        deadline = time.monotonic() + (timeout_s or self.options.read_timeout_s)
+        statuses = [ReadStatus.ABSENT] * len(keys)
+        with self._index_or_none() as index:
+            if index is None:
+                self._counters.miss("index", len(keys))
+                return [False] * len(keys)
+            wanted = list(range(len(keys)))
+            # A block may move between the lookup and the read; a second look finds it.
+            for _ in range(2):
+                places = index.lookup(pool.geometry, [keys[i] for i in wanted])
+                found = {i: p for i, p in zip(wanted, places, strict=True) if p is not None}
+                items = [ReadItem(keys[i], p, pieces[i]) for i, p in found.items()]
+                for i, status in zip(found, pool.store.read(items, deadline, layers), strict=True):
+                    statuses[i] = status
+                self._remove_damaged(pool, index, keys, found, statuses)
+                wanted = [i for i in found if statuses[i] is ReadStatus.GENERATION]
+                if not wanted:
+                    break
+        self._counters.reads(statuses)
+        good = [status is ReadStatus.OK for status in statuses]
+        self.touch(pool, [key for key, ok in zip(keys, good, strict=True) if ok])
+        return good
+
+    def _remove_damaged(
+        self,
+        pool: Pool,
+        index: Index,
+        keys: Sequence[bytes],
+        found: dict[int, Placement],
+        statuses: Sequence[ReadStatus],
+    ) -> None:
+        bad = [i for i in found if statuses[i].damaged]
+        if not bad or self.options.read_only:
+            return
+        logger.warning(
+            "%d damaged blocks in %s, first %s: %s",
+            len(bad),
+            pool.store.directory,
+            keys[bad[0]].hex(),
+            statuses[bad[0]].value,
+        )
+        try:
+            freed = index.remove(
+                pool.geometry,
+                [(keys[i], found[i].generation) for i in bad],
+                self.options.lookup_timeout_s,
+            )
+        except IndexUnavailableError as error:
+            logger.warning("Damaged blocks stay in the index for now: %s", error)
+            return
+        # A slot that the device cannot read is never used again.
+        broken = {
+            Slot(found[i].segment, found[i].slot) for i in bad if statuses[i] is ReadStatus.IO_ERROR
+        }
+        pool.take_back([row for row in freed if row.slot not in broken])
+        self._counters.add("repaired_blocks", len(freed))
+
+    # -- writing ----------------------------------------------------------------------------
+
+    def write(
+        self,
+        pool: Pool,
+        keys: Sequence[bytes],
+        pieces: Sequence[Pieces],
+        *,
+        parent: bytes | None = None,
+        timeout_s: float | None = None,
+    ) -> list[WriteResult]:
+        """Store blocks that are not there yet.
+
+        Args:
+            keys: one chain; the parent of ``keys[i]`` is ``keys[i - 1]``.
+            pieces: the memory of each block.
+            parent: the parent of ``keys[0]``, when known.
+            timeout_s: seconds after which no further I/O is begun.
+
+        Returns:
+            What became of each. A block is findable only once it is STORED, and whole by then.
+        """
+        assert len(keys) == len(pieces)
+        deadline = time.monotonic() + (timeout_s or self.options.write_timeout_s)
+        results = [WriteResult.DROPPED] * len(keys)
+        if pool.writer:
+            with self._index_or_none() as index, pool.claim(keys) as mine:
+                if index is not None:
+                    parents = [parent or NO_PARENT, *keys[:-1]]
+                    self._write_missing(pool, index, keys, parents, pieces, mine, results, deadline)
+        for name in WriteResult:
+            field = "written" if name is WriteResult.STORED else name.value
+            self._counters.add(f"{field}_blocks", results.count(name))
+        return results
+
+    def _write_missing(
+        self,
+        pool: Pool,
+        index: Index,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        pieces: Sequence[Pieces],
+        mine: set[bytes],
+        results: list[WriteResult],
+        deadline: float,
+    ) -> None:
+        places = index.lookup(pool.geometry, [*keys, parents[0]])
+        missing: dict[bytes, int] = {}
+        for i, key in enumerate(keys):
+            if places[i] is not None or key not in mine or key in missing:
+                results[i] = WriteResult.PRESENT
+            else:
+                missing[key] = i
+        present = WriteResult.PRESENT
+        self.touch(pool, [k for k, r in zip(keys, results, strict=True) if r is present])
+        if not missing:
+            return
+        generation = self._next_generation()
+        slots = pool.make_room(len(missing), generation, index, self._evictor, deadline)
+        todo = list(missing.values())[: len(slots)]
+        if places[-1] is not None and index.lookup(pool.geometry, [parents[0]])[0] is None:
+            # Room was made at the expense of these blocks' own prefix: they would never be hit.
+            pool.store.slots.release([(slot, generation) for slot in slots], dirty=False)
+            return
+        items = [
+            WriteItem(keys[i], parents[i], Placement(s.segment, s.slot, generation), pieces[i])
+            for i, s in zip(todo, slots, strict=True)
+        ]
+        written = self._write_items(pool, items, deadline)
+        records = [
+            Record(item.key, item.parent, item.placement)
+            for item, status in zip(items, written, strict=True)
+            if status is WriteStatus.OK
+        ]
+        try:
+            left = max(0.1, deadline - time.monotonic())
+            published = index.publish(pool.geometry, records, left)
+        except IndexUnavailableError:
+            pool.store.slots.release([(slot, generation) for slot in slots], dirty=True)
+            raise
+        new = {r.key for r, ok in zip(records, published, strict=True) if ok}
+        for i, item, status in zip(todo, items, written, strict=True):
+            slot = Slot(item.placement.segment, item.placement.slot)
+            if item.key in new:
+                results[i] = WriteResult.STORED
+                continue
+            if status is WriteStatus.OK:
+                results[i] = WriteResult.PRESENT
+            elif status in (WriteStatus.NO_SPACE, WriteStatus.READ_ONLY):
+                results[i] = WriteResult.DROPPED
+            else:
+                results[i] = WriteResult.FAILED
+            if status is not WriteStatus.IO_ERROR:
+                pool.store.slots.free(slot, generation, dirty=True)
+
+    def _write_items(
+        self, pool: Pool, items: Sequence[WriteItem], deadline: float
+    ) -> list[WriteStatus]:
+        statuses = pool.store.write(items, deadline)
+        if self.options.durability == "fdatasync":
+            touched = {
+                item.placement.segment
+                for item, status in zip(items, statuses, strict=True)
+                if status is WriteStatus.OK
+            }
+            if not pool.store.sync(sorted(touched), deadline):
+                return [WriteStatus.TIMEOUT] * len(items)
+        return statuses
+
+    def _next_generation(self) -> int:
+        with self._lock:
+            self._generation = max(self._generation + 1, time.time_ns())
+            return self._generation
+
+    # -- eviction ---------------------------------------------------------------------------
+
+    def evict(self, need_bytes: int, timeout_s: float | None = None) -> int:
+        """Take out least recently used pages until ``need_bytes`` are free; blocks taken out."""
+        deadline = time.monotonic() + (timeout_s or self.options.write_timeout_s)
+        with self._index_or_none() as index:
+            if index is not None:
+                return len(self._evictor.evict(index, need_bytes, deadline))
+        return 0
+
+    def clear(self, *, namespace: str | None = None, units: Iterable[bytes] | None = None) -> int:
+        """Remove every block of a namespace, of some units, or (with neither) of the store.
+
+        Returns:
+            Blocks removed.
+        """
+        wanted = None if units is None else set(units)
+        removed = 0
+        with self._index_or_none() as index:
+            if index is None:
+                return 0
+            for geometry in self.geometries():
+                if namespace is not None and geometry.namespace != namespace:
+                    continue
+                if wanted is not None and geometry.unit not in wanted:
+                    continue
+                freed = index.clear(geometry, self.options.write_timeout_s)
+                for pool in self._attached():
+                    pool.take_back(freed)
+                removed += len(freed)
+            for pool in self._attached():
+                pool.give_up_empty(keep=0)
+        return removed
+
+    # -- condition --------------------------------------------------------------------------
+
+    def stats(self) -> CacheStats:
+        """Counters of this process, and the usage of the root."""
+        stats = self._counters.snapshot()
+        for pool in self._attached():
+            io = pool.store.io
+            stats.read_bytes += io.read_bytes
+            stats.read_s += io.read_s
+            stats.written_bytes += io.written_bytes
+            stats.write_s += io.write_s
+        with contextlib.suppress(OSError):
+            stats.capacity_bytes = self._space.capacity_bytes
+            stats.used_bytes = self._space.used_bytes()
+        return stats
+
+    def close(self) -> None:
+        """Write down what is pending and release every file, lock and thread.
+
+        No other call may be under way, and none may follow.
+        """
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._upkeep.join(10.0)
+        self.maintain()
+        self._readers.close()
+        self._writers.close()
+        for pool in self._attached():
+            pool.store.close()
+        for index in [*self._lost, *([] if self._index is None else [self._index])]:
+            index.close()
+        self._index, self._lost = None, []
+
+    def __enter__(self) -> KVCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _attached(self) -> list[Pool]:
+        with self._lock:
+            return list(self._pools.values())
+
+    # -- upkeep -----------------------------------------------------------------------------
+
+    def maintain(self) -> None:
+        """What the upkeep thread does every second: touches, freed slots, a lost index."""
+        if self._index is None:
+            self._open_index()
+        with self._lock:
+            touches, self._touches = self._touches, []
+        timeout_s = self.options.lookup_timeout_s
+        with self._index_or_none() as index:
+            if index is None or self.options.read_only:
+                return
+            for unit, chain in touches:
+                index.touch(unit, chain, timeout_s)
+            for pool in self._attached():
+                if pool.writer:
+                    pool.maintain(index, timeout_s)
+            self._evictor.relieve()
+
+    def _upkeep_loop(self) -> None:
+        while not self._stop.wait(_UPKEEP_EVERY_S):
+            try:
+                self.maintain()
+            except Exception:
+                logger.exception("Upkeep of %s failed; it goes on", self.root)
+
+    def _open_index(self) -> None:
+        try:
+            index = open_index(
+                self.root,
+                self.stores,
+                read_only=self.options.read_only,
+                timeout_s=_OPEN_TIMEOUT_S,
+            )
+        except IndexUnavailableError as error:
+            logger.error("No index, so everything misses for now: %s", error)
+            return
+        with self._index_or_none(index):
+            for pool in self._attached():
+                pool.adopt(index, time.monotonic() + _ADOPT_TIMEOUT_S, now=True)
+        self._index = index
+
+    @contextlib.contextmanager
+    def _index_or_none(self, index: Index | None = None) -> Iterator[Index | None]:
+        """The index, or None when it or the store cannot be used; swallows its failures."""
+        index = None if self._hangs() else index or self._index
+        try:
+            yield index
+        except IndexDamagedError as error:
+            with self._lock:
+                if self._index is index and index is not None:
+                    logger.error("The index is lost and will be rebuilt: %s", error)
+                    self._index = None
+                    self._lost.append(index)  # other threads may still be reading it
+        except IndexUnavailableError as error:
+            logger.warning("The index does not answer: %s", error)
+
+    def _hangs(self) -> bool:
+        """Whether an I/O has not come back for longer than any deadline; logged as it changes."""
+        limit = max(self.options.read_timeout_s, self.options.write_timeout_s)
+        stalled = max(self._readers.oldest_s(), self._writers.oldest_s()) > limit
+        if stalled != self._stalled:
+            self._stalled = stalled
+            if stalled:
+                logger.error("%s does not answer: every lookup misses until it does", self.root)
+            else:
+                logger.info("%s answers again", self.root)
+        return stalled

@@ -1,0 +1,102 @@
+"""Names and places of Full Blocks: keys, placements, and the memory that holds a block."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from dualpath_storage.geometry import Geometry
+
+KEY_BYTES = 32
+NO_PARENT = bytes(KEY_BYTES)
+
+Pieces: TypeAlias = Sequence[memoryview]
+"""One block's memory: byte views in canonical order, the same number of pieces for every
+layer, the pieces of a layer adding up to ``layer_bytes``. Writable when it is read into."""
+
+
+def key_bytes(key: str) -> bytes:
+    """A page's name as 32 bytes: 64 hex digits as they are, any other text by its SHA-256."""
+    if len(key) == 2 * KEY_BYTES:
+        try:
+            return bytes.fromhex(key)
+        except ValueError:
+            pass
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def pieces_of(buffer: memoryview, geometry: Geometry) -> list[memoryview]:
+    """Cut one contiguous block into its layers.
+
+    Args:
+        buffer: at least ``geometry.block_bytes`` bytes, format ``B``.
+    """
+    size = geometry.layer_bytes
+    return [buffer[i : i + size] for i in range(0, geometry.block_bytes, size)]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a block lies: a slot of a segment, and the generation that was written there."""
+
+    segment: int
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadItem:
+    """One block to read: what it must be, where it should lie, where its bytes go."""
+
+    key: bytes
+    placement: Placement
+    pieces: Pieces
+
+
+@dataclass(frozen=True, slots=True)
+class WriteItem:
+    """One block to write: a taken slot, the block's names, and its bytes."""
+
+    key: bytes
+    parent: bytes
+    placement: Placement
+    pieces: Pieces
+
+
+class WriteStatus(enum.Enum):
+    """Outcome of writing one block into its slot."""
+
+    OK = "ok"
+    TIMEOUT = "timeout"
+    NO_SPACE = "no_space"
+    READ_ONLY = "read_only"
+    IO_ERROR = "io_error"
+
+
+class ReadStatus(enum.Enum):
+    """Outcome of reading one block; everything but OK is a miss, the value is its reason."""
+
+    OK = "ok"
+    ABSENT = "absent"
+    CHECKSUM = "checksum"
+    HEADER = "header"
+    GENERATION = "generation"
+    SHORT = "short"
+    MISSING = "missing"
+    IO_ERROR = "io_error"
+    TIMEOUT = "timeout"
+
+    @property
+    def damaged(self) -> bool:
+        """The bytes in the slot are not the block's: its index entry should go."""
+        return self in (
+            ReadStatus.CHECKSUM,
+            ReadStatus.HEADER,
+            ReadStatus.GENERATION,
+            ReadStatus.SHORT,
+            ReadStatus.MISSING,
+            ReadStatus.IO_ERROR,
+        )

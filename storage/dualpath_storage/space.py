@@ -1,0 +1,135 @@
+"""How much of the file system the store may take. Segments are reserved whole, before writing."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from dualpath_storage.geometry import Geometry, align_up
+from dualpath_storage.options import MIB, StoreOptions
+
+SEGMENT_PREFIX = "seg-"
+GEOMETRY_FILE = "geometry.json"
+_SEGMENT_BYTES = 256 * MIB
+_MAX_SEGMENTS = 1024
+"""All segments stay open: a large store gets larger segments, not more of them."""
+
+
+class Space:
+    """Capacity of one root, shared by all processes that use it."""
+
+    def __init__(self, options: StoreOptions) -> None:
+        self._options = options
+        self.root = options.root
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Most bytes that segment files may take together."""
+        if self._options.capacity_bytes is not None:
+            return self._options.capacity_bytes
+        stat = os.statvfs(self.root)
+        return int(stat.f_blocks * stat.f_frsize * self._options.capacity_fraction)
+
+    def used_bytes(self) -> int:
+        """Bytes of all segment files."""
+        return sum(size for _, size in self.segments())
+
+    def segments(self) -> Iterator[tuple[Path, int]]:
+        """Every segment file under the root, with its size in bytes."""
+        for directory in geometry_directories(self.root):
+            for path in segment_paths(directory):
+                with contextlib.suppress(OSError):
+                    yield path, path.stat().st_size
+
+    def segment_bytes(self, geometry: Geometry) -> int:
+        """Size of a new segment: a small part of the capacity, and at least one slot."""
+        slot = geometry.slot_bytes
+        if self._options.segment_bytes is not None:
+            return max(self._options.segment_bytes, slot)
+        capacity = self.capacity_bytes
+        size = min(_SEGMENT_BYTES, max(capacity // 64, 16 * slot), max(capacity // 4, slot))
+        size = max(size, capacity // _MAX_SEGMENTS)
+        size = max(size, slot)
+        rounded = size // MIB * MIB
+        return rounded if rounded >= slot else align_up(slot)
+
+    def fits(self, size: int) -> bool:
+        """Whether one more segment of ``size`` bytes keeps both limits. Call it reserved."""
+        if self.used_bytes() + size > self.capacity_bytes:
+            return False
+        stat = os.statvfs(self.root)
+        floor = stat.f_blocks * stat.f_frsize * self._options.min_free_fraction
+        return stat.f_bavail * stat.f_frsize - size >= floor
+
+    @contextlib.contextmanager
+    def reserved(self, timeout_s: float) -> Iterator[bool]:
+        """Hold the root's allocation lock, so that processes check and create in turn.
+
+        Yields:
+            False when another process held it for all of ``timeout_s``.
+        """
+        with file_lock(self.root / ".allocate", timeout_s) as held:
+            yield held
+
+
+@contextlib.contextmanager
+def file_lock(path: Path, timeout_s: float) -> Iterator[bool]:
+    """Exclusive advisory lock on a file, released by the kernel when its holder dies.
+
+    Yields:
+        False when it was not to be had within ``timeout_s`` seconds.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        yield acquire(fd, timeout_s)
+    finally:
+        os.close(fd)
+
+
+def acquire(fd: int, timeout_s: float) -> bool:
+    """Take the exclusive lock of an open file within ``timeout_s`` seconds."""
+    end = time.monotonic() + timeout_s
+    pause = 0.0002
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() + pause > end:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+
+
+def geometry_directories(root: Path) -> list[Path]:
+    """The directories of a root that hold a geometry."""
+    try:
+        return sorted(p.parent for p in root.glob(f"*/{GEOMETRY_FILE}"))
+    except OSError:
+        return []
+
+
+def segment_paths(directory: Path) -> list[Path]:
+    """The segment files of a geometry's directory."""
+    try:
+        return sorted(directory.glob(f"{SEGMENT_PREFIX}*"))
+    except OSError:
+        return []
+
+
+def segment_path(directory: Path, number: int) -> Path:
+    """Where segment ``number`` lies."""
+    return directory / f"{SEGMENT_PREFIX}{number:08x}"
+
+
+def segment_number(path: Path) -> int | None:
+    """The number in a segment's name, or None when it is no such name."""
+    try:
+        number = int(path.name.removeprefix(SEGMENT_PREFIX), 16)
+    except ValueError:
+        return None
+    return number if path.name == f"{SEGMENT_PREFIX}{number:08x}" else None
