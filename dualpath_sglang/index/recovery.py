@@ -28,7 +28,7 @@ def open_index(root: Path, stores: Stores, *, read_only: bool, timeout_s: float)
     """The index of ``root``, checked by a child process and rebuilt when it is not sound.
 
     Raises:
-    """The index of ``root``, checked by a child process and rebuilt when it is not sound.
+        IndexUnavailableError: another process is at it for longer than ``timeout_s``, or the
             root cannot be written and has no sound index.
     """
     path = root / INDEX_FILE
