@@ -56,6 +56,17 @@ class WriteResult(enum.Enum):
     FAILED = "failed"
 
 
+_UNPUBLISHED = {
+    WriteStatus.OK: WriteResult.PRESENT,  # another process was first
+    WriteStatus.NO_SPACE: WriteResult.DROPPED,
+    WriteStatus.READ_ONLY: WriteResult.DROPPED,
+}
+
+
+def _deadline(timeout_s: float | None, default_s: float) -> float:
+    return time.monotonic() + (default_s if timeout_s is None else timeout_s)
+
+
 class KVCache:
     """Full Blocks of any number of geometries in one root. Thread-safe.
 
@@ -218,7 +229,7 @@ class KVCache:
             garbage. Nothing writes to the memory after the return.
         """
         assert len(keys) == len(pieces)
-        deadline = time.monotonic() + (timeout_s or self.options.read_timeout_s)
+        deadline = _deadline(timeout_s, self.options.read_timeout_s)
         statuses = [ReadStatus.ABSENT] * len(keys)
         with self._index_or_none() as index:
             if index is None:
@@ -298,7 +309,7 @@ class KVCache:
             What became of each. A block is findable only once it is STORED, and whole by then.
         """
         assert len(keys) == len(pieces)
-        deadline = time.monotonic() + (timeout_s or self.options.write_timeout_s)
+        deadline = _deadline(timeout_s, self.options.write_timeout_s)
         results = [WriteResult.DROPPED] * len(keys)
         if pool.writer:
             with self._index_or_none() as index, pool.claim(keys) as mine:
@@ -334,41 +345,48 @@ class KVCache:
             return
         generation = self._next_generation()
         slots = pool.make_room(len(missing), generation, index, self._evictor, deadline)
-        todo = list(missing.values())[: len(slots)]
-        if places[-1] is not None and index.lookup(pool.geometry, [parents[0]])[0] is None:
-            # Room was made at the expense of these blocks' own prefix: they would never be hit.
-            pool.store.slots.release([(slot, generation) for slot in slots], dirty=False)
-            return
-        items = [
-            WriteItem(keys[i], parents[i], Placement(s.segment, s.slot, generation), pieces[i])
-            for i, s in zip(todo, slots, strict=True)
-        ]
-        written = self._write_items(pool, items, deadline)
+        try:
+            if places[-1] is not None and index.lookup(pool.geometry, [parents[0]]) == [None]:
+                # Room was made at the expense of these blocks' own prefix: no hit could use them.
+                pool.store.slots.release([(slot, generation) for slot in slots], dirty=True)
+                return
+            todo = list(missing.values())[: len(slots)]
+            items = [
+                WriteItem(keys[i], parents[i], Placement(s.segment, s.slot, generation), pieces[i])
+                for i, s in zip(todo, slots, strict=True)
+            ]
+            written = self._write_items(pool, items, deadline)
+            new = self._publish(pool, index, items, written, deadline)
+        except BaseException:
+            pool.store.slots.release([(slot, generation) for slot in slots], dirty=True)
+            raise
+        for i, item, status in zip(todo, items, written, strict=True):
+            if item.key in new:
+                results[i] = WriteResult.STORED
+                continue
+            results[i] = _UNPUBLISHED.get(status, WriteResult.FAILED)
+            if status is not WriteStatus.IO_ERROR:  # what the device refuses is not used again
+                slot = Slot(item.placement.segment, item.placement.slot)
+                pool.store.slots.free(slot, generation, dirty=True)
+
+    def _publish(
+        self,
+        pool: Pool,
+        index: Index,
+        items: Sequence[WriteItem],
+        written: Sequence[WriteStatus],
+        deadline: float,
+    ) -> set[bytes]:
         records = [
             Record(item.key, item.parent, item.placement)
             for item, status in zip(items, written, strict=True)
             if status is WriteStatus.OK
         ]
-        try:
-            left = max(0.1, deadline - time.monotonic())
-            published = index.publish(pool.geometry, records, left)
-        except IndexUnavailableError:
-            pool.store.slots.release([(slot, generation) for slot in slots], dirty=True)
-            raise
-        new = {r.key for r, ok in zip(records, published, strict=True) if ok}
-        for i, item, status in zip(todo, items, written, strict=True):
-            slot = Slot(item.placement.segment, item.placement.slot)
-            if item.key in new:
-                results[i] = WriteResult.STORED
-                continue
-            if status is WriteStatus.OK:
-                results[i] = WriteResult.PRESENT
-            elif status in (WriteStatus.NO_SPACE, WriteStatus.READ_ONLY):
-                results[i] = WriteResult.DROPPED
-            else:
-                results[i] = WriteResult.FAILED
-            if status is not WriteStatus.IO_ERROR:
-                pool.store.slots.free(slot, generation, dirty=True)
+        if not records:
+            return set()
+        left = max(0.1, deadline - time.monotonic())
+        published = index.publish(pool.geometry, records, left)
+        return {r.key for r, ok in zip(records, published, strict=True) if ok}
 
     def _write_items(
         self, pool: Pool, items: Sequence[WriteItem], deadline: float
@@ -393,7 +411,7 @@ class KVCache:
 
     def evict(self, need_bytes: int, timeout_s: float | None = None) -> int:
         """Take out least recently used pages until ``need_bytes`` are free; blocks taken out."""
-        deadline = time.monotonic() + (timeout_s or self.options.write_timeout_s)
+        deadline = _deadline(timeout_s, self.options.write_timeout_s)
         with self._index_or_none() as index:
             if index is not None:
                 return len(self._evictor.evict(index, need_bytes, deadline))

@@ -59,8 +59,24 @@ class Pool:
 
         Fewer when the capacity does not hold more, or the deadline is near.
         """
+        slots = self.store.slots.take(count, generation)
+        try:
+            self._fill(slots, count, generation, index, evictor, deadline)
+        except BaseException:
+            self.store.slots.release([(slot, generation) for slot in slots], dirty=True)
+            raise
+        return slots
+
+    def _fill(
+        self,
+        slots: list[Slot],
+        count: int,
+        generation: int,
+        index: Index,
+        evictor: Evictor,
+        deadline: float,
+    ) -> None:
         table = self.store.slots
-        slots = table.take(count, generation)
         fruitless = 0
         for _ in range(_EVICT_ROUNDS):
             if len(slots) == count or time.monotonic() >= deadline:
@@ -78,7 +94,6 @@ class Pool:
                 index, self.geometry, deadline
             ):
                 break
-        return slots
 
     @contextmanager
     def claim(self, keys: Sequence[bytes]) -> Iterator[set[bytes]]:
@@ -113,8 +128,11 @@ class Pool:
             for number in gone:
                 self.store.drop_segment(number, unlink=False)
             index.forget_freed(index.drop_segments(self.geometry, gone, timeout_s), timeout_s)
-        self.take_back(index.freed(self.geometry, self.store.slots.owned()))
+        self.store.forget_unlinked()
+        freed = index.freed(self.geometry, self.store.slots.owned())
+        self.take_back(freed)
         self.clean(index, timeout_s)
+        index.forget_freed(freed, timeout_s)  # also those of slots that hold newer blocks by now
 
     def clean(self, index: Index, timeout_s: float) -> None:
         """Blank the headers of freed slots, so that a rescan agrees with the index."""

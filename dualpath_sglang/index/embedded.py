@@ -9,11 +9,14 @@
 | ``freed`` | geometry id, segment u32 BE, slot u32 BE | generation u64 |
 | ``meta`` | name | format version, boot id, whether it was closed cleanly |
 
-``lru`` repeats ``units`` in order of use; ``children`` repeats its parents. A reader sees one
-snapshot. Writers take turns by a file lock with a deadline, which the kernel releases when its
-holder dies, so that LMDB's own lock, which has no deadline, is never waited for. Commits are not
-synced: a killed process loses nothing, and after a crash of the machine (another boot id, not
-closed cleanly) the file is thrown away and rebuilt from the store.
+``lru`` holds the leaves alone, those units of which no child is present, in order of use: what
+goes first is its first row. A unit enters it when its last child goes, as recently used as that
+child was. ``children`` repeats the parents of ``units``.
+
+A reader sees one snapshot. Writers take turns by a file lock with a deadline, which the kernel
+releases when its holder dies, so that LMDB's own lock, which has no deadline, is never waited for.
+Commits are not synced: a killed process loses nothing, and after a crash of the machine (another
+boot id, not closed cleanly) the file is thrown away and rebuilt from the store.
 """
 
 from __future__ import annotations
@@ -287,16 +290,18 @@ class EmbeddedIndex:
         self, geometry: Geometry, records: Sequence[Record], timeout_s: float
     ) -> list[bool]:
         suffix = geometry.id_bytes
-        results = []
+        results = [False] * len(records)
         with self._write(timeout_s) as txn:
             now = _now_us() + len(records)
-            for i, record in enumerate(records):
+            # Children first: then no parent of the chain enters the order of use only to leave it.
+            for i in reversed(range(len(records))):
+                record = records[i]
                 unit_key = geometry.unit + record.key
                 value = _BLOCK.pack(
                     record.placement.segment, record.placement.slot, record.placement.generation
                 )
                 new = txn.put(unit_key + suffix, value, overwrite=False, db=self._blocks)
-                results.append(new)
+                results[i] = new
                 self._use(txn, unit_key, now - i, record.parent)
                 if new:
                     txn.delete(
@@ -310,22 +315,31 @@ class EmbeddedIndex:
             now = _now_us() + len(chain)
             for i, key in enumerate(chain):
                 if txn.get(unit + key, db=self._units) is not None:
-                    self._use(txn, unit + key, now - i, NO_PARENT)
+                    self._use(txn, unit + key, now - i)
 
-    def _use(self, txn: lmdb.Transaction, unit_key: bytes, when: int, parent: bytes) -> None:
-        """Move a unit to ``when`` in the order of use, and learn its parent once it is known."""
+    def _use(
+        self, txn: lmdb.Transaction, unit_key: bytes, when: int, parent: bytes = NO_PARENT
+    ) -> None:
+        """Note that a unit was used at ``when`` (us), and its parent once that is known."""
         old = txn.get(unit_key, db=self._units)
         if old is not None:
             before, known = _UNIT.unpack(old)
             when = max(when, before)
-            if when != before:
-                txn.delete(_TICK.pack(before) + unit_key, db=self._lru)
+            txn.delete(_TICK.pack(before) + unit_key, db=self._lru)
             if known != NO_PARENT:
                 parent = known
         txn.put(unit_key, _UNIT.pack(when, parent), db=self._units)
-        txn.put(_TICK.pack(when) + unit_key, b"", db=self._lru)
-        if parent != NO_PARENT:
-            txn.put(unit_key[:8] + parent + unit_key[8:], b"", db=self._children)
+        if self._is_leaf(txn, unit_key):
+            txn.put(_TICK.pack(when) + unit_key, b"", db=self._lru)
+        if parent != NO_PARENT and (old is None or known == NO_PARENT):
+            parent_key = unit_key[:8] + parent
+            txn.put(parent_key + unit_key[8:], b"", db=self._children)
+            row = txn.get(parent_key, db=self._units)
+            if row is not None:
+                txn.delete(_TICK.pack(_UNIT.unpack(row)[0]) + parent_key, db=self._lru)
+
+    def _is_leaf(self, txn: lmdb.Transaction, unit_key: bytes) -> bool:
+        return next(_rows(txn, self._children, unit_key), None) is None
 
     def remove(
         self, geometry: Geometry, blocks: Sequence[tuple[bytes, int]], timeout_s: float
@@ -360,7 +374,10 @@ class EmbeddedIndex:
         txn.delete(unit_key, db=self._units)
         txn.delete(_TICK.pack(used) + unit_key, db=self._lru)
         if parent != NO_PARENT:
-            txn.delete(unit_key[:8] + parent + unit_key[8:], db=self._children)
+            parent_key = unit_key[:8] + parent
+            txn.delete(parent_key + unit_key[8:], db=self._children)
+            if txn.get(parent_key, db=self._units) is not None and self._is_leaf(txn, parent_key):
+                self._use(txn, parent_key, used)
 
     def evict(self, size: dict[bytes, int], need_bytes: int, timeout_s: float) -> list[Freed]:
         freed: list[Freed] = []
@@ -370,27 +387,10 @@ class EmbeddedIndex:
                 oldest = next(_rows(txn, self._lru), None)
                 if got >= need_bytes or oldest is None:
                     break
-                tick, unit_key = oldest[0][:8], oldest[0][8:]
-                child_used = self._newest_child(txn, unit_key)
-                if child_used is not None:
-                    # Use of a child is use of its parent: go on with what is older.
-                    self._use(txn, unit_key, max(child_used, _TICK.unpack(tick)[0]) + 1, NO_PARENT)
-                    continue
-                for row in self._free_unit(txn, unit_key):
+                for row in self._free_unit(txn, oldest[0][8:]):
                     freed.append(row)
                     got += size.get(row.geometry_id, 0)
         return freed
-
-    def _newest_child(self, txn: lmdb.Transaction, unit_key: bytes) -> int | None:
-        newest = None
-        for child in self._children_of(txn, unit_key):
-            row = txn.get(child, db=self._units)
-            if row is not None:
-                newest = max(newest or 0, _UNIT.unpack(row)[0])
-        return newest
-
-    def _children_of(self, txn: lmdb.Transaction, unit_key: bytes) -> list[bytes]:
-        return [name[:8] + name[40:] for name, _ in _rows(txn, self._children, unit_key)]
 
     def _free_unit(self, txn: lmdb.Transaction, unit_key: bytes) -> list[Freed]:
         rows = list(_rows(txn, self._blocks, unit_key))
@@ -408,7 +408,7 @@ class EmbeddedIndex:
         with self._write(timeout_s) as txn:
             while doomed:
                 unit_key = doomed.pop()
-                doomed += self._children_of(txn, unit_key)
+                doomed += [n[:8] + n[40:] for n, _ in _rows(txn, self._children, unit_key)]
                 freed += self._free_unit(txn, unit_key)
         return freed
 
@@ -466,13 +466,14 @@ class EmbeddedIndex:
                         raise IndexDamagedError(f"{self.path} has a malformed block row")
                     if txn.get(name[:40], db=self._units) is None:
                         raise IndexDamagedError(f"{self.path} has a block without its unit")
-                units = 0
+                leaves = 0
                 for name, value in _rows(txn, self._units):
-                    units += 1
                     used = _TICK.pack(_UNIT.unpack(value)[0])
-                    if txn.get(used + name, db=self._lru) is None:
-                        raise IndexDamagedError(f"{self.path} has a unit outside the order of use")
-                if units != sum(1 for _ in _rows(txn, self._lru)):
+                    listed = txn.get(used + name, db=self._lru) is not None
+                    if listed != self._is_leaf(txn, name):
+                        raise IndexDamagedError(f"{self.path} has a wrong order of use")
+                    leaves += listed
+                if leaves != sum(1 for _ in _rows(txn, self._lru)):
                     raise IndexDamagedError(f"{self.path} has a stray row in the order of use")
         except IndexDamagedError:
             raise

@@ -187,6 +187,13 @@ class BlockStore:
         with self._lock:
             return [n for n, file in self._own.items() if not file.linked]
 
+    def forget_unlinked(self) -> None:
+        """Close, after the grace, what was read from segments that are gone by now."""
+        now = time.monotonic()
+        with self._lock:
+            for number in [n for n, file in self._foreign.items() if not file.linked]:
+                self._retired.append((now, self._foreign.pop(number)))
+
     def segment_slots(self, number: int) -> int:
         """Slots in a segment, 0 when it cannot be opened."""
         file = self._file(number)
