@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 
 from dualpath_storage.geometry import Geometry, align_up
 from dualpath_storage.options import MIB, StoreOptions
+
+logger = logging.getLogger(__name__)
 
 SEGMENT_PREFIX = "seg-"
 GEOMETRY_FILE = "geometry.json"
@@ -25,6 +28,7 @@ class Space:
     def __init__(self, options: StoreOptions) -> None:
         self._options = options
         self.root = options.root
+        self._limit = ""
 
     @property
     def capacity_bytes(self) -> int:
@@ -60,10 +64,21 @@ class Space:
     def fits(self, size: int) -> bool:
         """Whether one more segment of ``size`` bytes keeps both limits. Call it reserved."""
         if self.used_bytes() + size > self.capacity_bytes:
+            self._note("its capacity")
             return False
         stat = os.statvfs(self.root)
         floor = stat.f_blocks * stat.f_frsize * self._options.min_free_fraction
-        return stat.f_bavail * stat.f_frsize - size >= floor
+        if stat.f_bavail * stat.f_frsize - size < floor:
+            self._note("the file system's share that stays free")
+            return False
+        self._note("")
+        return True
+
+    def _note(self, limit: str) -> None:
+        if limit != self._limit:
+            self._limit = limit
+            if limit:
+                logger.info("%s has reached %s: from now on pages are evicted", self.root, limit)
 
     @contextlib.contextmanager
     def reserved(self, timeout_s: float) -> Iterator[bool]:
