@@ -172,6 +172,18 @@ class KVCache:
                 logger.warning("%s is left out: its geometry belongs to another place", directory)
         return found
 
+    @property
+    def index(self) -> Index:
+        """The index itself, for tools that look at blocks one by one.
+
+        Raises:
+            IndexUnavailableError: there is none now.
+        """
+        index = self._index
+        if index is None:
+            raise IndexUnavailableError(f"The index of {self.root} is missing or damaged")
+        return index
+
     # -- looking up -------------------------------------------------------------------------
 
     def lookup(self, pool: Pool, keys: Sequence[bytes]) -> list[bool]:
