@@ -162,7 +162,16 @@ def _model(kind: str, overrides: dict[str, Any]) -> Any:
         "qwen3": ("Qwen3", grouped_heads),
         "llama": ("Llama", grouped_heads),
         "deepseek_v2": ("DeepseekV2", {**latent, "first_k_dense_replace": 4}),
-        "deepseek_v3": ("DeepseekV3", {**latent, "first_k_dense_replace": 2}),
+        "deepseek_v3": (
+            "DeepseekV3",
+            # The names by which SGLang knows the routing that transformers has built in.
+            {
+                **latent,
+                "first_k_dense_replace": 2,
+                "topk_method": "noaux_tc",
+                "scoring_func": "sigmoid",
+            },
+        ),
     }
     family, particular = settings[kind]
     config_class: Callable[..., Any] = getattr(transformers, f"{family}Config")

@@ -4,11 +4,11 @@
 SGLang spawns. It imports nothing heavy. The cure for torchvision serves every program of the
 environment (transformers cannot load a model without it), the others SGLANG_USE_CPU_ENGINE=1 only.
 
-| import | problem on a CPU | cure |
-|---|---|---|
-| triton | imported unconditionally, 1 GB, can launch nothing here | stubs from SGLang's own wheel |
-| torchvision | PyPI's CUDA build dies registering fakes for operators it could not load | their schemas are declared first |
-| sgl_kernel | the CUDA wheel `sglang-kernel` has no CPU operators | `standins/sgl_kernel`, in torch |
+triton       imported unconditionally, though 1 GB large and of no use here: stubs from SGLang's
+             own wheel.
+torchvision  PyPI's CUDA build dies at import, registering fakes for operators that it could not
+             load: their schemas are declared first.
+sgl_kernel   the CUDA wheel `sglang-kernel` has no CPU operators: `standins/sgl_kernel`, in torch.
 
 The hooks for triton and sgl_kernel stand last on `sys.meta_path`: an installed real one wins.
 """
@@ -34,18 +34,19 @@ def install() -> None:
     """Install the import hooks and the environment defaults. Idempotent."""
     if not _installed(TorchvisionSchemas):
         sys.meta_path.insert(0, TorchvisionSchemas())
-    if not sglang_cpu.wanted() or _installed(StandInFinder):
+    if not sglang_cpu.wanted():
         return
-    sys.meta_path.append(StandInFinder())
-    sys.meta_path.append(TritonStubs())
-    _extension_defaults()
+    environment_defaults()
+    if not _installed(StandInFinder):
+        sys.meta_path.append(StandInFinder())
+        sys.meta_path.append(TritonStubs())
 
 
 def _installed(finder_class: type) -> bool:
     return any(isinstance(finder, finder_class) for finder in sys.meta_path)
 
 
-def _extension_defaults() -> None:
+def environment_defaults() -> None:
     """Let SGLang find its pre-built page hash, and ninja, when run as .venv/bin/python."""
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
     if shutil.which("ninja") is None:

@@ -6,12 +6,11 @@ Each change has one reason, given beside it. None is made when the process has a
 from __future__ import annotations
 
 import importlib
-import logging
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import sglang_cpu
-
-logger = logging.getLogger(__name__)
 
 HOST_MEMORY_RESERVE_BYTES = 1 << 30
 
@@ -52,6 +51,8 @@ def register() -> None:
     _layer_loads(HookRegistry, HookType)
     _mla_attention()
     _disaggregation(HookRegistry, HookType)
+    if os.environ.get("SGLANG_CPU_JUNK_FREED") == "1":
+        _junk_freed(HookRegistry, HookType)
 
 
 def _place_kernels() -> None:
@@ -115,3 +116,41 @@ def _disaggregation(registry: Any, hook: Any) -> None:
     registry.register(
         "sglang.srt.disaggregation.utils.get_kv_class", without_host_tensors, hook.AFTER
     )
+
+
+def _junk_freed(registry: Any, hook: Any) -> None:
+    """For tests: when a tier is cleared, overwrite it.
+
+    SGLang leaves the bytes of freed slots and hands the same slots out again, so a hit that loads
+    nothing at all would look right.
+    """
+    import torch
+
+    def overwrite(pool: Any) -> None:
+        for buffer in _tensors(pool):
+            # Finite, so that it makes wrong answers, not NaN in what happens to sit beside it.
+            if buffer.is_floating_point() and buffer.itemsize > 1:
+                buffer.uniform_(-4, 4)
+            else:
+                buffer.view(torch.uint8).random_(0, 64)
+
+    def after_device_clear(_result: None, allocator: Any) -> None:
+        overwrite(allocator.get_kvcache())
+
+    def after_host_clear(_result: None, pool: Any) -> None:
+        overwrite(pool)
+
+    for target, after in (
+        ("mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.clear", after_device_clear),
+        ("mem_cache.allocator.token.TokenToKVPoolAllocator.clear", after_device_clear),
+        ("mem_cache.pool_host.base.HostKVCache.clear", after_host_clear),
+    ):
+        registry.register(f"sglang.srt.{target}", after, hook.AFTER)
+
+
+def _tensors(pool: Any) -> Iterator[Any]:
+    """The KV tensors that a device or host pool holds itself (not properties that view them)."""
+    for name in ("k_buffer", "v_buffer", "kv_buffer"):
+        buffers = getattr(pool, "__dict__", {}).get(name)
+        if buffers is not None:
+            yield from buffers if isinstance(buffers, (list, tuple)) else (buffers,)

@@ -27,9 +27,7 @@ def assign_req_to_token_pool_cpu(
 ) -> None:
     """`req_to_token[request, start:end] = next (end - start) entries of out_cache_loc`."""
     taken = 0
-    spans = zip(
-        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
-    )
+    spans = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
     for request, start, end in spans:
         slots = out_cache_loc[taken : taken + end - start]
         req_to_token[request, start:end] = slots.to(req_to_token.dtype)
