@@ -1,0 +1,265 @@
+"""The one configuration of DualPath: typed, validated, from three sources.
+
+| priority | source |
+|---|---|
+| 1 | the JSON of ``--hicache-storage-backend-extra-config`` |
+| 2 | environment variables ``DUALPATH_<NAME>`` |
+| 3 | a TOML file, named by ``config_file`` (in 1) or ``DUALPATH_CONFIG_FILE`` (in 2) |
+
+Anything unknown or malformed is refused with one sentence: a typo in ``capacity`` must not
+become an unbounded cache. Keys of SGLang's own, which travel in the same JSON, are passed over.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
+
+from dualpath_storage.options import StoreOptions
+
+ENV_PREFIX = "DUALPATH_"
+DEFAULT_CAPACITY = 0.8
+"""Share of the file system when the operator names no capacity."""
+
+FRAMEWORK_KEYS = frozenset(
+    {
+        "backend_name",
+        "class_name",
+        "file_storage_path",
+        "hicache_storage_pass_prefix_keys",
+        "interface_v1",
+        "module_path",
+        "prefetch_threshold",
+        "prefetch_timeout_base",
+        "prefetch_timeout_per_ki_token",
+        "tp_lcm_size",
+    }
+)
+"""What SGLang itself reads, or puts, in a storage backend's extra configuration."""
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message is one plain sentence for the operator."""
+
+
+_BYTES: TypeAdapter[ByteSize] = TypeAdapter(ByteSize)
+
+
+def _size(value: Any) -> int:
+    """Bytes from a number or a text such as ``64MiB``."""
+    if isinstance(value, bool):
+        raise ValueError("a truth value is no size")
+    return int(_BYTES.validate_python(value))
+
+
+def _share(value: Any) -> float:
+    """A fraction from ``5%`` or from a number in 0..1."""
+    if isinstance(value, bool):
+        raise ValueError("a truth value is no share")
+    if isinstance(value, str) and value.strip().endswith("%"):
+        return float(value.strip()[:-1]) / 100
+    return float(value)
+
+
+def _capacity(value: Any) -> int | float:
+    """Bytes as ``int``, or a share of the file system as ``float`` in 0..1."""
+    if isinstance(value, float) or (isinstance(value, str) and value.strip().endswith("%")):
+        share = _share(value)
+        if not 0 < share <= 1:
+            raise ValueError("a share lies above 0 and is at most the whole")
+        return share
+    size = _size(value)
+    if size < 1:
+        raise ValueError("nothing can be kept in no bytes")
+    return size
+
+
+def _path(value: Any) -> Any:
+    """An empty text would silently be the working directory."""
+    if value == "":
+        raise ValueError("a path has at least one character")
+    return value
+
+
+def _switch(value: Any) -> Any:
+    """JSON's true and false beside the words."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+Size = Annotated[int, BeforeValidator(_size)]
+Seconds = Annotated[float, Field(gt=0)]
+
+_EXPECTED = {
+    "root": "the path of a directory",
+    "capacity": 'a size such as "100GiB", a number of bytes, or a share such as "80%"',
+    "min_free": 'a share of the file system such as "5%"',
+    "segment_size": 'a size of at least 8 KiB such as "256MiB"',
+    "io_threads": "a whole number from 1 to 256",
+    "direct_io": '"auto", "on" or "off"',
+    "durability": '"none" or "fdatasync"',
+    "read_timeout_s": "a number of seconds above 0",
+    "write_timeout_s": "a number of seconds above 0",
+    "lookup_timeout_s": "a number of seconds above 0",
+    "max_io_size": 'a size of at least 4 KiB such as "2MiB"',
+    "read_only": "true or false",
+    "namespace": "a text that is not empty",
+    "model_id": "a text that is not empty",
+    "weights_revision": "a text that is not empty",
+    "index": '"embedded", the only index of this version',
+    "config_file": "the path of a TOML file",
+}
+
+
+class DualPathConfig(BaseSettings):
+    """Every setting of DualPath; use :meth:`load`, which refuses with a sentence.
+
+    Args:
+        root: directory of the store.
+        capacity: most bytes that the store may take: a size, or a share of the file system.
+        min_free: share of the file system that stays free whatever the capacity says.
+        segment_size: bytes of a new segment file; unset chooses by capacity.
+        io_threads: reads in flight, and as many writes.
+        direct_io: ``auto`` probes the mount; ``on`` refuses a mount without O_DIRECT.
+        durability: ``fdatasync`` makes each batch durable before it can be found.
+        read_timeout_s, write_timeout_s, lookup_timeout_s: deadlines of one call.
+        max_io_size: neighbouring blocks merge into one I/O up to this size.
+        read_only: never write.
+        namespace: the operator's name for a tenant; nothing is shared across namespaces.
+        model_id: stands for the model's configuration in the identity of blocks.
+        weights_revision: stands for the fingerprint of the weights in the identity of blocks.
+        index: where the metadata lives.
+        config_file: TOML file with any of these settings.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, extra="forbid", frozen=True, protected_namespaces=()
+    )
+
+    root: Annotated[Path, BeforeValidator(_path)] = Path("~/.cache/dualpath")
+    capacity: Annotated[int | float, BeforeValidator(_capacity)] = DEFAULT_CAPACITY
+    min_free: Annotated[float, BeforeValidator(_share), Field(ge=0, lt=1)] = 0.05
+    segment_size: Annotated[Size, Field(ge=8192)] | None = None
+    io_threads: Annotated[int, Field(ge=1, le=256)] = 8
+    direct_io: Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)] = "auto"
+    durability: Literal["none", "fdatasync"] = "none"
+    read_timeout_s: Seconds = 10.0
+    write_timeout_s: Seconds = 30.0
+    lookup_timeout_s: Seconds = 1.0
+    max_io_size: Annotated[Size, Field(ge=4096)] = 2 << 20
+    read_only: bool = False
+    namespace: Annotated[str, Field(min_length=1)] = "default"
+    model_id: Annotated[str, Field(min_length=1)] | None = None
+    weights_revision: Annotated[str, Field(min_length=1)] | None = None
+    index: Literal["embedded"] = "embedded"
+    config_file: Path | None = None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Priority of the sources, and the TOML file that the first two may name."""
+        del dotenv_settings, file_secret_settings
+        file = init_settings().get("config_file") or env_settings().get("config_file")
+        if file is None:
+            return init_settings, env_settings
+        toml = TomlConfigSettingsSource(settings_cls, toml_file=Path(file).expanduser())
+        return init_settings, env_settings, toml
+
+    @classmethod
+    def load(cls, extra: Mapping[str, Any] | None = None) -> DualPathConfig:
+        """The configuration of this process.
+
+        Args:
+            extra: what SGLang hands over as the backend's extra configuration.
+
+        Raises:
+            ConfigError: a key is unknown, or a value is not what the key needs.
+        """
+        own = {k: v for k, v in (extra or {}).items() if k not in FRAMEWORK_KEYS}
+        _refuse_unknown(own, "the storage backend's extra configuration")
+        names = (n[len(ENV_PREFIX) :].lower() for n in os.environ if n.startswith(ENV_PREFIX))
+        _refuse_unknown(names, f"the environment as {ENV_PREFIX}<NAME>")
+        file = own.get("config_file") or os.environ.get(f"{ENV_PREFIX}CONFIG_FILE")
+        if file is not None:
+            _check_file(file)
+        try:
+            return cls(**own)
+        except ValidationError as error:
+            raise ConfigError(_sentence(error)) from error
+        except SettingsError as error:
+            raise ConfigError(f"DualPath cannot read its settings: {error}.") from error
+
+    def store_options(self) -> StoreOptions:
+        """The same, as the store takes it."""
+        in_bytes = isinstance(self.capacity, int)
+        return StoreOptions(
+            root=self.root.expanduser().absolute(),
+            capacity_bytes=int(self.capacity) if in_bytes else None,
+            capacity_fraction=DEFAULT_CAPACITY if in_bytes else self.capacity,
+            min_free_fraction=self.min_free,
+            segment_bytes=self.segment_size,
+            io_threads=self.io_threads,
+            direct_io=self.direct_io,
+            durability=self.durability,
+            read_timeout_s=self.read_timeout_s,
+            write_timeout_s=self.write_timeout_s,
+            lookup_timeout_s=self.lookup_timeout_s,
+            max_io_bytes=self.max_io_size,
+            read_only=self.read_only,
+        )
+
+
+def _refuse_unknown(names: Iterable[str], where: str) -> None:
+    known = list(DualPathConfig.model_fields)
+    for name in names:
+        if name in known:
+            continue
+        near = difflib.get_close_matches(str(name), known, n=1)
+        hint = f'did you mean "{near[0]}", {_EXPECTED[near[0]]}?' if near else ""
+        raise ConfigError(
+            f'DualPath has no setting "{name}", which stands in {where}; '
+            + (hint or f"there are {', '.join(known)}.")
+        )
+
+
+def _check_file(file: Any) -> None:
+    """Refuse a file that is missing, unreadable or no TOML, and unknown keys in it."""
+    path = Path(str(file)).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"DualPath's config_file {path} is not a file.")
+    try:
+        keys = TomlConfigSettingsSource(DualPathConfig, toml_file=path)()
+    except OSError as error:
+        raise ConfigError(f"DualPath cannot read its config_file {path}: {error}.") from error
+    except ValueError as error:
+        raise ConfigError(f"DualPath's config_file {path} is no valid TOML: {error}.") from error
+    _refuse_unknown(keys, f"the file {path}")
+
+
+def _expected(name: str, value: object) -> str:
+    return f'DualPath\'s setting "{name}" must be {_EXPECTED[name]}, not {value!r}.'
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    name = str(first["loc"][0]) if first["loc"] else ""
+    if name not in _EXPECTED:
+        return f"DualPath cannot use its settings: {first['msg']}."
+    return _expected(name, first["input"])

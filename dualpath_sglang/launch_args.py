@@ -1,0 +1,149 @@
+"""What ``--hicache-storage-backend dualpath`` means among SGLang 0.5.23's launch arguments.
+
+SGLang resolves its arguments in named steps, in the launcher and before any model is loaded;
+these wrap three of them. Nothing that the user gave is changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+from dualpath_sglang.config import ConfigError, DualPathConfig
+from dualpath_sglang.plugin import BACKEND_NAME
+
+logger = logging.getLogger(__name__)
+
+PAGE_TOKENS = 64
+"""A page is a Full Block: SGLang's default of one token would make the smallest ones possible."""
+
+Step = Callable[[Any], None]
+
+
+def register() -> None:
+    """Wrap the resolution steps, in the order in which SGLang runs them."""
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    register_resolution_hook("handle_hicache_ratio_default")(check_and_enable)
+    # The last step before SGLang falls back to its own page size: model and attention backend
+    # have said by then which size they need.
+    register_resolution_hook("handle_mxfp8_kv_cache_compatibility")(default_page_size)
+    register_resolution_hook("handle_hicache")(default_layout)
+
+
+def check_and_enable(server_args: Any, previous: Step) -> None:
+    """Refuse settings that cannot work, and turn the hierarchical cache on.
+
+    Raises:
+        ConfigError: a setting is unknown or malformed.
+    """
+    cfg = _view(server_args)
+    if cfg.hicache_storage_backend == BACKEND_NAME:
+        check_settings(cfg.hicache_storage_backend_extra_config)
+        _choose_mode(server_args, cfg)
+    previous(server_args)
+
+
+def check_settings(extra_config: str | None) -> None:
+    """Read the settings as the backend will, long before it does.
+
+    Raises:
+        ConfigError: they cannot be used.
+    """
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+    try:
+        extra = HybridCacheController.parse_storage_backend_extra_config(extra_config)[0]
+    except Exception as error:
+        raise ConfigError(
+            f"DualPath cannot read --hicache-storage-backend-extra-config: {error}."
+        ) from error
+    DualPathConfig.load(extra).store_options()
+
+
+def _choose_mode(server_args: Any, cfg: Any) -> None:
+    """Serve through the hierarchical cache, the only mode so far, also when its flag is missing."""
+    if cfg.enable_hierarchical_cache:
+        return
+    if cfg.disable_radix_cache:
+        raise ConfigError(
+            "DualPath keeps what SGLang's radix cache keeps; leave out --disable-radix-cache or "
+            f"--hicache-storage-backend {BACKEND_NAME}."
+        )
+    if cfg.disaggregation_mode == "decode":
+        if not cfg.disaggregation_decode_enable_offload_kvcache:
+            logger.warning(
+                "DualPath is idle on this decode server: add "
+                "--disaggregation-decode-enable-offload-kvcache to store what it decodes, or "
+                "--disaggregation-decode-enable-radix-cache --enable-hierarchical-cache to "
+                "restore prefixes here"
+            )
+        return
+    _declare(server_args, enable_hierarchical_cache=True)
+    logger.info("DualPath turns on --enable-hierarchical-cache")
+
+
+def default_page_size(server_args: Any, previous: Step) -> None:
+    """Pages of 64 tokens where neither the user nor the model asked for another size."""
+    previous(server_args)
+    cfg = _view(server_args)
+    if cfg.hicache_storage_backend != BACKEND_NAME or cfg.page_size is not None:
+        return
+    if (why := _needs_small_pages(cfg)) is not None:
+        logger.info("DualPath leaves SGLang's default page size alone: %s", why)
+        return
+    _declare(server_args, page_size=PAGE_TOKENS)
+    logger.info("DualPath defaults to --page-size %d", PAGE_TOKENS)
+
+
+def _needs_small_pages(cfg: Any) -> str | None:
+    if cfg.uses_mamba_radix_cache and cfg.mamba_radix_cache_strategy == "no_buffer":
+        return "the Mamba cache strategy no_buffer needs pages of one token"
+    if cfg.uses_mamba_radix_cache and cfg.mamba_track_interval % PAGE_TOKENS:
+        return f"--mamba-track-interval is no multiple of {PAGE_TOKENS}"
+    if (cfg.speculative_eagle_topk or 0) > 1:
+        return "tree-shaped drafts need pages of one token"
+    if (cfg.chunked_prefill_size or 0) > 0 and cfg.chunked_prefill_size % PAGE_TOKENS:
+        return f"--chunked-prefill-size is no multiple of {PAGE_TOKENS}"
+    return None
+
+
+def default_layout(server_args: Any, previous: Step) -> None:
+    """The host layout that is a Full Block as it lies in memory, and the copies it needs."""
+    cfg = _view(server_args)
+    if cfg.hicache_storage_backend == BACKEND_NAME and _may_choose_layout(server_args, cfg):
+        _declare(server_args, hicache_mem_layout="page_first_direct", hicache_io_backend="direct")
+        logger.info(
+            "DualPath defaults to --hicache-mem-layout page_first_direct --hicache-io-backend "
+            "direct"
+        )
+    previous(server_args)
+
+
+def _may_choose_layout(server_args: Any, cfg: Any) -> bool:
+    """Whether the user left both open and nothing else stands against it."""
+    if (cfg.hicache_mem_layout, cfg.hicache_io_backend) not in (
+        ("page_first", "kernel"),
+        ("page_first", "direct"),
+    ):
+        return False
+    asked = getattr(server_args, "launch_command", None) or ""
+    if re.search(r"hicache[-_]m", asked):  # argparse takes any unique beginning of a flag
+        return False
+    if cfg.hicache_io_backend == "kernel" and re.search(r"hicache[-_]i", asked):
+        return False
+    return cfg.device != "npu" and cfg.kv_cache_dtype != "mxfp8" and not cfg.enable_hisparse
+
+
+def _view(server_args: Any) -> Any:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return resolving_view(server_args)
+
+
+def _declare(server_args: Any, **fields: Any) -> None:
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    declare_resolution(server_args, BACKEND_NAME, **fields)
