@@ -27,7 +27,7 @@ def test_the_stand_ins_are_importable_with_the_cpu_engine():
     code = """
 import sgl_kernel.kvcacheio, triton, triton.language as tl
 print(callable(sgl_kernel.kvcacheio.transfer_kv_direct), triton.cdiv(7, 2), tl.constexpr(3).value)
-print(triton.language is tl, "triton" in repr(triton.jit))
+print(triton.language is tl, callable(triton.jit))
 """
     assert run(code, SGLANG_USE_CPU_ENGINE="1").splitlines() == ["True 4 3", "True True"]
 
