@@ -74,6 +74,9 @@ class WriteStatus(enum.Enum):
     NO_SPACE = "no_space"
     READ_ONLY = "read_only"
     IO_ERROR = "io_error"
+    """The device failed at this place: it is not to be used again."""
+    UNAVAILABLE = "unavailable"
+    """The system refuses for now."""
 
 
 class ReadStatus(enum.Enum):
@@ -87,6 +90,9 @@ class ReadStatus(enum.Enum):
     SHORT = "short"
     MISSING = "missing"
     IO_ERROR = "io_error"
+    """The device failed at this place."""
+    UNAVAILABLE = "unavailable"
+    """The system refuses for now, which says nothing about the block."""
     TIMEOUT = "timeout"
 
     @property
