@@ -151,7 +151,7 @@ class HostPages:
             form=form,
             shard=self._rank.shard(
                 sharded=self.sharded(name, host),
-                layers=(int(host.start_layer), int(host.end_layer)),
+                layers=host_pools.layer_range(host),
             ),
             namespace=self._namespace,
         )
