@@ -102,7 +102,11 @@ def _progress(audit: Audit) -> Iterator[Any]:
         TextColumn("blocks, {task.fields[read]}, {task.fields[bad]} damaged"),
     )
     with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
+        *columns,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        redirect_stdout=sys.stdout.isatty(),  # else what is printed would not reach the pipe
     ) as bar:
         task = bar.add_task("checking", total=None, read="0 B", bad=0)
 
