@@ -176,7 +176,7 @@ class KVCache:
         for directory in geometry_directories(self.root):
             try:
                 geometry = Geometry.from_json((directory / GEOMETRY_FILE).read_text())
-            except (OSError, StoreError) as error:
+            except (OSError, ValueError, StoreError) as error:  # ValueError: not even text
                 logger.warning("%s is left out: %s", directory, error)
                 continue
             if geometry.id == directory.name:

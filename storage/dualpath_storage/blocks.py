@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import hashlib
 from collections.abc import Sequence
@@ -21,10 +22,10 @@ layer, the pieces of a layer adding up to ``layer_bytes``. Writable when it is r
 def key_bytes(key: str) -> bytes:
     """A page's name as 32 bytes: 64 hex digits as they are, any other text by its SHA-256."""
     if len(key) == 2 * KEY_BYTES:
-        try:
-            return bytes.fromhex(key)
-        except ValueError:
-            pass
+        with contextlib.suppress(ValueError):
+            raw = bytes.fromhex(key)
+            if len(raw) == KEY_BYTES:  # fromhex() skips white space
+                return raw
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 

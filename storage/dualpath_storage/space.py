@@ -56,7 +56,7 @@ class Space:
             return max(self._options.segment_bytes, slot)
         capacity = self.capacity_bytes
         size = min(_SEGMENT_BYTES, max(capacity // 64, 16 * slot), max(capacity // 4, slot))
-        exact = max(size, capacity // _MAX_SEGMENTS) // slot * slot
+        exact = max(size, capacity // _MAX_SEGMENTS, slot) // slot * slot
         rounded = align_up(exact, MIB)
         return rounded if exact >= MIB and rounded <= capacity // 4 else exact
 
