@@ -121,6 +121,7 @@ class KVCache:
         )
         self._touches: list[tuple[bytes, tuple[bytes, ...]]] = []
         self._generation = 0
+        self._has_written = False
         self._maintaining = threading.Lock()
         self._stalled = False
         self._readers = Workers(options.io_threads, "dualpath-read")
@@ -354,6 +355,7 @@ class KVCache:
         results = [WriteResult.DROPPED] * len(keys)
         generation = self._next_generation()
         if pool.writer and keys:
+            self._has_written = True
             with self._index_or_none() as index, pool.claim(keys, generation) as mine:
                 if index is not None:
                     parents = [parent or NO_PARENT, *keys[:-1]]
@@ -543,6 +545,8 @@ class KVCache:
                 for pool in self._attached():
                     if pool.writer:
                         pool.maintain(index, timeout_s)
+                if self._has_written:  # tools that only look have no say in the capacity
+                    self._evictor.shrink(index, timeout_s)
                 self._evictor.relieve(index, timeout_s)
                 index.upkeep()
 

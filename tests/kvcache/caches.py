@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from dualpath_sglang.index import EmbeddedIndex
 from dualpath_sglang.kvcache import KVCache, WriteResult
 from dualpath_sglang.pool import Pool
 from dualpath_storage import Geometry, Placement, StoreOptions
@@ -100,6 +101,19 @@ def rescan(cache: KVCache, of: Geometry) -> set[bytes]:
         if store.geometry == of:
             return {header.key for _, header in store.scan()}
     return set()
+
+
+def killed(cache: KVCache) -> None:
+    """Let go of everything, as the kernel does for a killed process."""
+    cache._stop.set()
+    cache._upkeep.join()
+    cache._readers.close()
+    cache._writers.close()
+    for pool in cache._attached():
+        pool.store.close()
+    index = cache._keeper.index
+    if isinstance(index, EmbeddedIndex):
+        index._env.release()
 
 
 def used_bytes(root: Path) -> int:
