@@ -216,6 +216,8 @@ class Evictor:
                 return False
             path.unlink()
             file.close()
+        except FileNotFoundError:  # its owner was faster
+            return True
         except OSError as error:
             logger.warning("Cannot remove segment %s: %s", path, error)
             return False

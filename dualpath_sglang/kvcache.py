@@ -294,8 +294,9 @@ class KVCache:
         index: Index,
         keys: Sequence[bytes],
         found: dict[int, Placement],
-        statuses: Sequence[ReadStatus],
+        statuses: list[ReadStatus],
     ) -> None:
+        """Take damaged blocks out; one that was evicted while it was read is only moved."""
         bad = [i for i in found if statuses[i].damaged]
         if not bad or self.options.read_only:
             return
@@ -319,13 +320,18 @@ class KVCache:
             return
         pool.take_back([row for row in freed if row.slot not in broken])
         self._counters.add("repaired_blocks", len(freed))
-        if freed:  # else they were evicted or replaced since the lookup
+        taken_out = {row.slot for row in freed}
+        for i in bad:
+            if Slot(found[i].segment, found[i].slot) not in taken_out:
+                statuses[i] = ReadStatus.GENERATION
+        damaged = [i for i in bad if statuses[i] is not ReadStatus.GENERATION]
+        if damaged:
             logger.warning(
                 "%d damaged blocks in %s, first %s: %s",
-                len(freed),
+                len(damaged),
                 pool.store.directory,
-                keys[bad[0]].hex(),
-                statuses[bad[0]].value,
+                keys[damaged[0]].hex(),
+                statuses[damaged[0]].value,
             )
 
     # -- writing ----------------------------------------------------------------------------

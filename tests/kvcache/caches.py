@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -118,10 +119,11 @@ def killed(cache: KVCache) -> None:
 
 def used_bytes(root: Path) -> int:
     """Bytes of all segment files, as the file system says."""
-    total = 0
-    for path in root.glob("*/seg-*"):
-        try:
-            total += path.stat().st_size
-        except FileNotFoundError:
-            continue
-    return total
+    while True:  # until nothing came or went while we looked
+        paths = set(root.glob("*/seg-*"))
+        total = 0
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_size
+        if paths == set(root.glob("*/seg-*")):
+            return total

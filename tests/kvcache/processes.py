@@ -196,7 +196,7 @@ def hammer(root: str, capacity: int, seconds: float, seed: int) -> None:
     with KVCache(small(root, capacity)) as cache:
         each = Hammer(cache, of, chains=hammer_chains(of, capacity), pages=32)
         each.run(4, seconds, seed)
-        say(each.counts, cache.stats().evicted_blocks)
+        say(each.counts, cache.stats())
     assert not each.wrong, each.wrong[:3]
 
 
