@@ -15,7 +15,7 @@ from typing import Any
 from dualpath_sglang.index import embedded, recovery
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.pool import Pool
-from dualpath_storage import BlockStore, Geometry, StoreOptions, store
+from dualpath_storage import BlockStore, Geometry, StoreOptions
 from dualpath_storage.segments import Segments
 from tests.kvcache.caches import read, write
 from tests.support.blocks import chain, geometry
@@ -29,9 +29,8 @@ CRASHED: list[Geometry] = [
 
 
 def quick() -> None:
-    """Neither the child that walks an index before it is opened, nor copies of small pieces."""
+    """Without the child process that walks an index before it is opened."""
     recovery.sound = lambda *_: True  # type: ignore[assignment]
-    store.MIN_PIECE_BYTES = 0
 
 
 def say(*words: object) -> None:
