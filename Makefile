@@ -2,6 +2,8 @@
 VENV := .venv
 PY   := $(VENV)/bin/python
 STAMP := $(VENV)/.complete
+BENCH_VENV  := .venv-bench
+BENCH_STAMP := $(BENCH_VENV)/.complete
 # What the environment is made from: a change here brings it up to date at the next call.
 STAMP_INPUTS := pyproject.toml $(wildcard requirements/*.txt) scripts/venv.sh \
 	$(shell find tests/sglang_cpu -name test_*.py -prune -o -type f -not -path '*/__pycache__/*' -print)
@@ -31,8 +33,13 @@ test: $(STAMP) ## every test but the slow ones
 test-slow: $(STAMP) ## the slow tests: stress, crash loops, long fault runs
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
-bench: $(STAMP) ## compare storage backends through SGLang's interface
-	$(PY) -m bench.backend $(BENCH_ARGS)
+bench: $(BENCH_STAMP) ## compare storage backends through SGLang's interface
+	$(BENCH_VENV)/bin/python -m bench.backend $(BENCH_ARGS)
+
+# The peers live beside .venv, not in it: nothing else needs them.
+$(BENCH_STAMP): $(STAMP) bench/peers.txt scripts/bench_venv.sh
+	@scripts/bench_venv.sh $(VENV) $(BENCH_VENV)
+	@touch $@
 
 lint: $(STAMP) ## ruff (style, format) and mypy --strict
 	$(VENV)/bin/ruff check .

@@ -7,35 +7,59 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.measure import BenchError, Timing, drop_cached_pages
 from bench.pages import PagePool
+from dualpath_storage.memory import in_huge_pages
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to drive the disk.
+
+    Args:
+        depth: threads, with one I/O each.
+        in_pool: from and to the pool's memory, where the bytes belong; otherwise each thread
+            uses one buffer in huge pages, over and over, and the bytes go nowhere.
+    """
+
+    depth: int
+    in_pool: bool
+
+    def __str__(self) -> str:
+        return f"disk, {self.depth} threads, {'pool' if self.in_pool else 'buffers'}"
+
+
+WAYS = (Way(4, False), Way(8, False), Way(16, False), Way(8, True))
+"""Those that are tried; the limit is the one with the best median over all rounds."""
 
 
 class Disk:
-    """O_DIRECT into a fresh, preallocated file, ``depth`` threads with one I/O each.
+    """O_DIRECT into a fresh, preallocated file.
 
-    Blocks are as large as a page of the case and go straight from and to the pool's memory, each
-    thread taking the next one; a write ends with ``fdatasync``. Without O_DIRECT on the mount,
-    the same through the page cache.
+    Blocks are as large as a page of the case, each thread takes the next one, a write ends with
+    ``fdatasync``. Without O_DIRECT on the mount, the same through the page cache.
     """
 
-    def __init__(self, directory: Path, pool: PagePool, depth: int) -> None:
-        self.depth = depth
+    def __init__(self, directory: Path, pool: PagePool, way: Way) -> None:
         self._path = directory / "limit"
-        self._pool = pool
-        size = pool.case.page_bytes
-        memory = pool.memory.data
-        self._blocks = [memory[i : i + size] for i in range(0, len(memory), size)]
+        self._total = pool.case.total_bytes
+        self._size = pool.case.page_bytes
+        self._depth = way.depth
+        self._memory = pool.memory.data if way.in_pool else None
+        self._buffers = [in_huge_pages(self._size) for _ in range(0 if way.in_pool else way.depth)]
+        for buffer in self._buffers:
+            buffer[:] = pool.memory.data[: self._size]
 
     def write(self) -> Timing:
-        """Write every block of the pool and make it durable."""
+        """Write every block and make it durable."""
         with self._open(os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
-            os.posix_fallocate(fd, 0, len(self._pool.memory))
+            os.posix_fallocate(fd, 0, self._total)
             timing = Timing()
             with timing.call():
-                self._all(lambda i, block: os.pwritev(fd, [block], i * len(block)))
+                self._all(lambda offset, block: os.pwritev(fd, [block], offset))
                 os.fdatasync(fd)
         return timing
 
@@ -45,7 +69,7 @@ class Disk:
         with self._open(os.O_RDONLY) as fd:
             timing = Timing()
             with timing.call():
-                self._all(lambda i, block: os.preadv(fd, [block], i * len(block)))
+                self._all(lambda offset, block: os.preadv(fd, [block], offset))
         return timing
 
     def remove(self) -> None:
@@ -65,20 +89,26 @@ class Disk:
             os.close(fd)
 
     def _all(self, transfer: Callable[[int, memoryview], int]) -> None:
-        numbers = iter(range(len(self._blocks)))
+        offsets = iter(range(0, self._total, self._size))
         moved: list[int] = []
 
-        def work() -> None:
-            # next() of a range iterator is atomic under the GIL
-            moved.append(sum(transfer(i, self._blocks[i]) for i in numbers))
+        def work(number: int) -> None:
+            done = 0
+            for offset in offsets:  # each next() is atomic under the GIL
+                if self._memory is None:
+                    block = self._buffers[number]
+                else:
+                    block = self._memory[offset : offset + self._size]
+                done += transfer(offset, block)
+            moved.append(done)
 
-        threads = [threading.Thread(target=work) for _ in range(self.depth)]
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(self._depth)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        if sum(moved) != len(self._pool.memory):
-            raise BenchError(f"the disk moved {sum(moved)} bytes of {len(self._pool.memory)}")
+        if sum(moved) != self._total:
+            raise BenchError(f"the disk moved {sum(moved)} bytes of {self._total}")
 
 
 def copy_memory(pool: PagePool) -> Timing:

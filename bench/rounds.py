@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.limits import Disk, copy_memory
+from bench.limits import WAYS, Disk, copy_memory
 from bench.measure import (
     BenchError,
     Timing,
@@ -26,9 +26,6 @@ from bench.measure import (
 )
 from bench.pages import Case, PagePool
 from bench.systems import BATCH, OPENERS, System, chain
-
-DEPTHS = (4, 8, 16)
-"""I/Os in flight that are tried for the disk's limit."""
 
 _LIMIT_OF = {"set_durable": "disk", "get_cold": "disk", "get_warm": "memcpy"}
 _EXISTS_REPEATS = 5
@@ -231,22 +228,22 @@ class Contest:
         directory.mkdir(exist_ok=True)
         said = []
         self._turn += 1
-        for i in range(len(DEPTHS)):
-            depth = DEPTHS[(i + number) % len(DEPTHS)]
-            name = f"disk {depth}"
+        for i in range(len(WAYS)):
+            way = WAYS[(i + number) % len(WAYS)]
             self._pool.fill(self._turn)
             sync_file_system(directory)
-            disk = Disk(directory, self._pool, depth)
+            disk = Disk(directory, self._pool, way)
             try:
-                self._note(name, "set_durable", number, disk.write())
+                self._note(str(way), "set_durable", number, disk.write())
                 self._poison()
-                self._note(name, "get_cold", number, disk.read())
-                self._verify(self._turn)
+                self._note(str(way), "get_cold", number, disk.read())
             finally:
                 disk.remove()
-            write, read = (self._gb_s(name, op, number) for op in ("set_durable", "get_cold"))
-            said.append(f"depth {depth} write {write:.2f} read {read:.2f} GB/s")
-        return ", ".join(said)
+            if way.in_pool:
+                self._verify(self._turn)
+            write, read = (self._gb_s(str(way), op, number) for op in ("set_durable", "get_cold"))
+            said.append(f"{way}: write {write:.2f} read {read:.2f} GB/s")
+        return "; ".join(said).replace("disk, ", "")
 
     def _memcpy_turn(self, number: int) -> str:
         self._note("memcpy", "get_warm", number, copy_memory(self._pool))
@@ -270,9 +267,8 @@ class Contest:
         return self.case.total_bytes / self._timings[name, op][number].wall_s / 1e9
 
     def _limit(self, op: str) -> str | None:
-        """The limit that an operation is compared with: the depth that is best over all rounds."""
-        kind = _LIMIT_OF.get(op)
-        names = [n for n, o in self._timings if o == op and n.split()[0] == kind]
+        """The limit that an operation is compared with: the way that is best over all rounds."""
+        names = [n for n, o in self._timings if o == op and _system(n) == _LIMIT_OF.get(op)]
         return max(
             names,
             key=lambda n: median([self._gb_s(n, op, i) for i in self._timings[n, op]]),
@@ -285,14 +281,14 @@ class Contest:
         rows = []
         for name, op in self._timings:
             limit = limits.get(op)
-            is_limit = name.split()[0] in _LIMIT_OF.values()
+            is_limit = _system(name) in _LIMIT_OF.values()
             if name not in self.failed and (not is_limit or name == limit):
                 rows.append(self._row(name, op, limit))
         return rows
 
     def _row(self, name: str, op: str, limit: str | None) -> Row:
         by_round = self._timings[name, op]
-        row = Row(name.split()[0], self.case.name, op)
+        row = Row(_system(name), self.case.name, op)
         if op in _LIMIT_OF:
             total_gb = self.case.total_bytes / 1e9
             row.gb_s = _middle([self._gb_s(name, op, i) for i in by_round])
@@ -311,6 +307,11 @@ class Contest:
             row.p50_ms = _middle(calls)
             row.p99_ms = _rounded(percentile(calls, 0.99))
         return row
+
+
+def _system(name: str) -> str:
+    """The system of a name under which timings are kept: all ways to the disk are one."""
+    return name.partition(",")[0]
 
 
 def _middle(values: Sequence[float]) -> float | None:
