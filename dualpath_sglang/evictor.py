@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from dualpath_sglang.index import Freed, Index
@@ -72,14 +72,18 @@ class Evictor:
         deadline: float,
         *,
         keep: tuple[bytes, bytes] | None = None,
+        prefer: Collection[tuple[bytes, int]] | None = None,
     ) -> list[Freed]:
         """Take out least recently used pages, leaves first, until ``need_bytes`` are free.
+
+        Args:
+            keep, prefer: see :meth:`Index.evict`.
 
         Raises:
             IndexUnavailableError: the index cannot answer now.
         """
         sizes = {gid: g.slot_bytes for gid, g in self._by_id().items()}
-        return self._note(index.evict(sizes, need_bytes, _left(deadline), keep=keep))
+        return self._note(index.evict(sizes, need_bytes, _left(deadline), keep=keep, prefer=prefer))
 
     def reclaim(
         self,

@@ -26,7 +26,7 @@ from dualpath_storage.memory import aligned
 logger = logging.getLogger(__name__)
 
 _EVICT_ROUNDS = 32
-_ROUNDS_BEFORE_RECLAIM = 4
+_ROUNDS_BEFORE_RECLAIM = 1
 _VERIFY_BYTES = 32 << 20
 _ADOPT_EVERY_S = 5.0
 _CLEAN_BATCH = 256
@@ -46,6 +46,7 @@ class Pool:
         self._adopted_at = float("-inf")
         self._writing: set[bytes] = set()
         self._generations: set[int] = set()
+        self._unsettled: set[int] = set()
         self._lock = threading.Lock()
         self._upkeep = threading.Lock()
 
@@ -109,7 +110,8 @@ class Pool:
                 break
             if owned:  # else nothing that is evicted could be of use here
                 need_bytes = (count - len(slots)) * self.geometry.slot_bytes
-                evictor.evict(index, need_bytes, deadline, keep=keep)
+                mine = {(self.geometry.id_bytes, number) for number in owned}
+                evictor.evict(index, need_bytes, deadline, keep=keep, prefer=mine)
             more = table.take(count - len(slots), generation)
             slots += more
             fruitless = 0 if more else fruitless + 1
@@ -155,6 +157,8 @@ class Pool:
             IndexUnavailableError: the index cannot answer now.
         """
         with self._upkeep:
+            if self._unsettled and self._unsettled.isdisjoint(self._generations):
+                self.reconcile(index, timeout_s)
             gone = self.store.files.drop_lost()
             if gone:
                 logger.warning("%d segments of %s were lost", len(gone), self.store.directory)
@@ -210,6 +214,8 @@ class Pool:
         """
         with self._lock:
             writing = set(self._generations)
+            # The rebuild may have found what these had written, and they not have published it.
+            self._unsettled = set() if self._unsettled else set(writing)
         before = self.store.slots.taken()
         owned = set(self.store.slots.owned())
         known = {

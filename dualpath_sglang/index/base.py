@@ -6,7 +6,7 @@ shard and every side pool. Units form chains by their parents; a unit goes only 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -91,11 +91,14 @@ class Index(Protocol):
         timeout_s: float,
         *,
         keep: tuple[bytes, bytes] | None = None,
+        prefer: Collection[tuple[bytes, int]] | None = None,
     ) -> list[Freed]:
         """Take out least recently used units, leaves first, until ``need_bytes`` are free.
 
         Args:
             size: slot bytes by geometry id (16 bytes); unknown ones count as nothing.
+            prefer: (geometry id, segment) whose slots are of use to the caller. Units without a
+                block there are passed over, but only if others are not much more recently used.
             keep: (unit, key) for whose children room is made: it and its ancestors stay, and
                 nothing is taken out when it is not there itself.
         """

@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -51,6 +51,9 @@ _FREED = struct.Struct(">16sII")
 _GENERATION = struct.Struct("<Q")
 _BATCH = 4096  # rows changed in one transaction at the most
 _GUARD_EVERY = 1024  # rows read between two looks at the file
+_MIN_PASSES, _PASS_SHARE, _MAX_PASSES = 32, 8, 1024
+"""Leaves that an eviction passes over for those it prefers: a share of all."""
+
 _WANTED = b"wanted"
 
 
@@ -287,24 +290,62 @@ class EmbeddedIndex:
         timeout_s: float,
         *,
         keep: tuple[bytes, bytes] | None = None,
+        prefer: Collection[tuple[bytes, int]] | None = None,
     ) -> list[Freed]:
-        freed: list[Freed] = []
-        got = 0
         kept = b"" if keep is None else keep[0] + keep[1]
         with self._write(timeout_s) as txn:
             if kept and txn.get(kept, db=self._units) is None:
                 return []
-            for _ in range(_BATCH):
-                leaves = (name[8:] for name, _ in _rows(txn, self._lru))
-                oldest = next((leaf for leaf in leaves if leaf != kept), None)
-                if got >= need_bytes or oldest is None:
-                    break
-                if len(oldest) != 40:
-                    raise IndexDamagedError(f"{self.path} has a malformed row")
-                for row in self._free_unit(txn, oldest):
-                    freed.append(row)
-                    got += size.get(row.geometry_id, 0)
+            freed = self._evict(txn, size, need_bytes, kept, prefer)
+            if not freed and prefer is not None:
+                freed = self._evict(txn, size, need_bytes, kept, None)
         return freed
+
+    def _evict(
+        self,
+        txn: lmdb.Transaction,
+        size: dict[bytes, int],
+        need_bytes: int,
+        kept: bytes,
+        prefer: Collection[tuple[bytes, int]] | None,
+    ) -> list[Freed]:
+        freed: list[Freed] = []
+        got, at = 0, b""
+        leaves = txn.stat(self._lru)["entries"]
+        passes = min(_MAX_PASSES, max(_MIN_PASSES, leaves // _PASS_SHARE))
+        while got < need_bytes and len(freed) < _BATCH:
+            name, passes = self._oldest(txn, at, kept, prefer, passes)
+            if not name:
+                break
+            at = name[:8]  # a parent that becomes a leaf is as recent as its child was
+            for row in self._free_unit(txn, name[8:]):
+                freed.append(row)
+                got += size.get(row.geometry_id, 0)
+        return freed
+
+    def _oldest(
+        self,
+        txn: lmdb.Transaction,
+        at: bytes,
+        kept: bytes,
+        prefer: Collection[tuple[bytes, int]] | None,
+        passes: int,
+    ) -> tuple[bytes, int]:
+        """The first leaf to go, not before ``at``, and how many may still be passed over."""
+        for name, _ in _rows(txn, self._lru, start=at):
+            if len(name) != 48:
+                raise IndexDamagedError(f"{self.path} has a malformed row")
+            if name[8:] == kept:
+                continue
+            if prefer is None or any(
+                (row[40:], _BLOCK.unpack(value)[0]) in prefer
+                for row, value in _rows(txn, self._blocks, name[8:])
+            ):
+                return name, passes
+            passes -= 1
+            if passes < 0:
+                break
+        return b"", passes
 
     def _free_unit(self, txn: lmdb.Transaction, unit_key: bytes) -> list[Freed]:
         rows = list(_rows(txn, self._blocks, unit_key))
@@ -445,11 +486,11 @@ class EmbeddedIndex:
 
 
 def _rows(
-    txn: lmdb.Transaction, table: lmdb._Database, prefix: bytes = b""
+    txn: lmdb.Transaction, table: lmdb._Database, prefix: bytes = b"", start: bytes = b""
 ) -> Iterator[tuple[bytes, bytes]]:
-    """Rows in order of their keys, those that begin with ``prefix``."""
+    """Rows in order of their keys, those that begin with ``prefix``, from ``start`` on."""
     cursor = txn.cursor(table)
-    if cursor.set_range(prefix):
+    if cursor.set_range(max(prefix, start)):
         for name, value in cast("Iterator[tuple[bytes, bytes]]", iter(cursor)):
             if not name.startswith(prefix):
                 return

@@ -13,6 +13,7 @@ from dualpath_sglang.index.base import Index, IndexDamagedError, IndexUnavailabl
 logger = logging.getLogger(__name__)
 
 _CLOSE_GRACE_S = 600.0
+_WARN_EVERY_S = 10.0
 _RETRY_S = (1.0, 60.0)
 
 
@@ -34,6 +35,7 @@ class IndexKeeper:
         self._index: Index | None = None
         self._lost: list[tuple[float, Index]] = []
         self._lock = threading.Lock()
+        self._warned_at = float("-inf")
         self._retry_at = float("-inf")
         self._retry_s = _RETRY_S[0]
 
@@ -71,7 +73,9 @@ class IndexKeeper:
                     # Other threads may still be reading it.
                     self._lost.append((time.monotonic(), index))
         except (IndexUnavailableError, OSError) as error:
-            logger.warning("The index or %s does not answer: %s", self._root, error)
+            if time.monotonic() - self._warned_at > _WARN_EVERY_S:
+                self._warned_at = time.monotonic()
+                logger.warning("%s does not answer for now: %s", self._root, error)
         else:
             if index is not None and index is self._index:
                 self._retry_s = _RETRY_S[0]

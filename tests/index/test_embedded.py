@@ -15,6 +15,7 @@ from dualpath_sglang.index import (
     IndexDamagedError,
     IndexUnavailableError,
     Record,
+    embedded,
 )
 from dualpath_storage import NO_PARENT, Placement
 from tests.index.records import FOREVER_S, INDEXER, KV, OTHER, records
@@ -124,6 +125,23 @@ def test_the_chain_that_room_is_made_for_stays(index: EmbeddedIndex) -> None:
     assert index.evict(ONE, 100, FOREVER_S, keep=keep) == []
     assert index.evict(ONE, 100, FOREVER_S, keep=(KV.unit, key("absent"))) == []
     assert len(index.evict(ONE, 100, FOREVER_S)) == 4
+
+
+def test_what_is_of_use_to_the_caller_goes_first_within_reason(
+    index: EmbeddedIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "_MIN_PASSES", 3)
+    for i in range(5):
+        index.publish(KV, records([key("theirs", i)], segment=1, slot=i), FOREVER_S)
+    index.publish(KV, records([key("mine")], segment=2), FOREVER_S)
+    mine = {(KV.id_bytes, 2)}
+    (freed,) = index.evict(ONE, 1, FOREVER_S, prefer=mine)
+    assert freed.slot.slot == 0 and freed.slot.segment == 1, "theirs are much older"
+    index.evict(ONE, 1, FOREVER_S)
+    (freed,) = index.evict(ONE, 1, FOREVER_S, prefer=mine)
+    assert freed.slot.segment == 2, "theirs are hardly older"
+    (freed,) = index.evict(ONE, 1, FOREVER_S, prefer=mine)
+    assert freed.slot.segment == 1, "better than nothing"
 
 
 def test_unknown_geometries_count_as_nothing(index: EmbeddedIndex) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -38,8 +39,11 @@ class Model(RuleBasedStateMachine):
         self.directory = Path(tempfile.mkdtemp(prefix="dualpath-index-"))
         self.path = self.directory / "index.lmdb"
         self.clock = 1000
-        self.patch = mock.patch.object(embedded.time, "time_ns", lambda: self.clock * 1000)
-        self.patch.start()
+        self.patch = contextlib.ExitStack()
+        clock = mock.patch.object(embedded.time, "time_ns", lambda: self.clock * 1000)
+        self.patch.enter_context(clock)
+        for name, value in (("_MIN_PASSES", 2), ("_PASS_SHARE", 4)):
+            self.patch.enter_context(mock.patch.object(embedded, name, value))
         self.index = EmbeddedIndex(self.path)
         self.blocks: dict[tuple[UnitKey, bytes], Placement] = {}
         self.units: dict[UnitKey, Unit] = {}
@@ -49,7 +53,7 @@ class Model(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.index.close()
-        self.patch.stop()
+        self.patch.close()
         shutil.rmtree(self.directory)
 
     # -- what the model knows ---------------------------------------------------------------
@@ -161,19 +165,47 @@ class Model(RuleBasedStateMachine):
                 expected.append(self.free((geometry.unit, name), geometry.id_bytes))
         assert self.index.remove(geometry, pairs, FOREVER_S) == expected
 
-    @rule(need=st.integers(0, 6 * KV.slot_bytes), keep=st.none() | st.sampled_from(KEYS))
-    def evict(self, need: int, keep: bytes | None) -> None:
+    @rule(
+        need=st.integers(0, 6 * KV.slot_bytes),
+        keep=st.none() | st.sampled_from(KEYS),
+        prefer=st.none()
+        | st.sets(st.tuples(st.sampled_from([g.id_bytes for g in GEOMETRIES]), st.integers(0, 3))),
+    )
+    def evict(self, need: int, keep: bytes | None, prefer: set[tuple[bytes, int]] | None) -> None:
         kept = None if keep is None else (KV.unit, keep)
         expected: list[Freed] = []
-        got = 0
-        while got < need and (kept is None or kept in self.units):
-            leaves = [name for name in self.leaves() if name != kept]
-            if not leaves:
+        if kept is None or kept in self.units:
+            expected = self.evicted(need, kept, prefer)
+            if not expected and prefer is not None:
+                expected = self.evicted(need, kept, None)
+        found = self.index.evict(SIZES, need, FOREVER_S, keep=kept, prefer=prefer)
+        assert found == expected
+
+    def evicted(
+        self, need: int, kept: UnitKey | None, prefer: set[tuple[bytes, int]] | None
+    ) -> list[Freed]:
+        freed: list[Freed] = []
+        got, at = 0, 0
+        passes = max(2, len(self.leaves()) // 4)
+        while got < need:
+            chosen = None
+            for name in self.leaves():
+                if name == kept or self.units[name].used < at:
+                    continue
+                homes = {(gid, p.segment) for (n, gid), p in self.blocks.items() if n == name}
+                if prefer is None or homes & prefer:
+                    chosen = name
+                    break
+                passes -= 1
+                if passes < 0:
+                    break
+            if chosen is None:
                 break
-            for row in self.free_unit(leaves[0]):
-                expected.append(row)
+            at = self.units[chosen].used
+            for row in self.free_unit(chosen):
+                freed.append(row)
                 got += SIZES[row.geometry_id]
-        assert self.index.evict(SIZES, need, FOREVER_S, keep=kept) == expected
+        return freed
 
     @rule(geometry=st.sampled_from(GEOMETRIES), segment=st.integers(0, 3))
     def evict_segment(self, geometry: Geometry, segment: int) -> None:

@@ -144,6 +144,17 @@ def test_freed_slots_are_used_again(opened: Opened) -> None:
     assert rescan(cache, OF) == set(chain(19, 16))
 
 
+def test_slots_that_another_process_freed_are_used_at_once(opened: Opened) -> None:
+    owner, other_one = opened(**room_for(16)), opened(**room_for(16))
+    pool = owner.attach(OF)
+    with owner._maintaining:  # not only when upkeep comes round
+        write(pool, owner, chain("a", 16))
+        assert other_one.evict(6 * SLOT) == 6
+        assert write(pool, owner, chain("b", 6)) == [STORED] * 6
+    assert owner.stats().evicted_blocks == 0
+    assert owner.prefix(pool, chain("a", 16)) == 10
+
+
 # -- chains longer than the room --------------------------------------------------------------
 
 
