@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +63,7 @@ def main(
     console = Console(stderr=True, soft_wrap=True)
     chosen = [case for case in CASES if case.name in cases.split(",")]
     names = systems.split(",")
+    _quieten_peers()
     prepare_sglang()
     from bench.systems import OPENERS, why_missing
 
@@ -99,6 +102,14 @@ def main(
         write_rows(json, rows)
     if "dualpath" in failed:
         raise typer.Exit(1)
+
+
+def _quieten_peers() -> None:
+    """Peers log every page that is missing; here some are asked for to see them miss."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+    logging.getLogger("sglang").setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", module="sglang")
 
 
 def _contest(case: Case, names: Sequence[str], base: Path, scale: int, console: Console) -> Contest:
