@@ -22,6 +22,7 @@ from dualpath_storage import (
     pieces_of,
 )
 from dualpath_storage.memory import aligned
+from dualpath_storage.notices import Notices
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Pool:
         self._unsettled: set[int] = set()
         self._lock = threading.Lock()
         self._upkeep = threading.Lock()
+        self._notices = Notices(logger)
 
     @property
     def geometry(self) -> Geometry:
@@ -185,7 +187,7 @@ class Pool:
         try:
             self.store.files.create_directory()
         except OSError as error:
-            logger.warning("Cannot write in %s: %s", self.store.directory, error)
+            self._notices.warn("Cannot write in %s: %s", self.store.directory, error)
 
     def _clean(self, timeout_s: float) -> set[Slot]:
         """Blank the headers of freed slots, so that a rescan agrees; those it could not blank.

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 
 from dualpath_sglang.index.base import Index, IndexDamagedError, IndexUnavailableError
+from dualpath_storage.notices import Notices
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_GRACE_S = 600.0
-_WARN_EVERY_S = 10.0
 _RETRY_S = (1.0, 60.0)
 
 
@@ -35,7 +35,7 @@ class IndexKeeper:
         self._index: Index | None = None
         self._lost: list[tuple[float, Index]] = []
         self._lock = threading.Lock()
-        self._warned_at = float("-inf")
+        self._notices = Notices(logger)
         self._retry_at = float("-inf")
         self._retry_s = _RETRY_S[0]
 
@@ -73,9 +73,7 @@ class IndexKeeper:
                     # Other threads may still be reading it.
                     self._lost.append((time.monotonic(), index))
         except (IndexUnavailableError, OSError) as error:
-            if time.monotonic() - self._warned_at > _WARN_EVERY_S:
-                self._warned_at = time.monotonic()
-                logger.warning("%s does not answer for now: %s", self._root, error)
+            self._notices.warn("%s does not answer for now: %s", self._root, error)
         else:
             if index is not None and index is self._index:
                 self._retry_s = _RETRY_S[0]

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from dualpath_storage.backends import Backend, SegmentFile
 from dualpath_storage.geometry import Geometry
+from dualpath_storage.notices import Notices
 from dualpath_storage.slots import SlotTable
 from dualpath_storage.space import (
     GEOMETRY_FILE,
@@ -56,6 +57,7 @@ class Segments:
         self._foreign: dict[int, SegmentFile] = {}
         self._retired: list[tuple[float, SegmentFile]] = []
         self._lock = threading.Lock()
+        self._notices = Notices(logger)
 
     def create_directory(self) -> None:
         """Make the geometry's directory and write down what is in it.
@@ -82,7 +84,7 @@ class Segments:
                 number = secrets.randbits(32)
                 file = self._backend.create(segment_path(self.directory, number), size)
         except OSError as error:
-            logger.warning("Cannot create a segment in %s: %s", self.directory, error)
+            self._notices.warn("Cannot create a segment in %s: %s", self.directory, error)
             return False
         if file is None:
             return False
@@ -103,7 +105,7 @@ class Segments:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                logger.warning("Cannot open segment %s: %s", path, error)
+                self._notices.warn("Cannot open segment %s: %s", path, error)
                 continue
             if file is None:
                 continue
@@ -139,7 +141,7 @@ class Segments:
             if file is not None:
                 file.discard()
         except OSError as error:
-            logger.warning("Cannot remove a segment of %s: %s", self.directory, error)
+            self._notices.warn("Cannot remove a segment of %s: %s", self.directory, error)
 
     def drop_lost(self) -> list[int]:
         """Own segments no more that somebody removed or cut short; their numbers.

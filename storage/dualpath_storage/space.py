@@ -31,7 +31,7 @@ class Space:
     def __init__(self, options: StoreOptions) -> None:
         self._options = options
         self.root = options.root
-        self._limit = ""
+        self._noted: set[str] = set()
 
     @property
     def capacity_bytes(self) -> int:
@@ -74,7 +74,6 @@ class Space:
         if stat.f_bavail * stat.f_frsize - size < floor:
             self._note("the file system's share that stays free")
             return False
-        self._note("")
         return True
 
     def excess_bytes(self) -> int:
@@ -91,10 +90,9 @@ class Space:
         return max(0, used - self.capacity_bytes, min(short, used))
 
     def _note(self, limit: str) -> None:
-        if limit != self._limit:
-            self._limit = limit
-            if limit:
-                logger.info("%s has reached %s: from now on pages are evicted", self.root, limit)
+        if limit not in self._noted:
+            self._noted.add(limit)
+            logger.info("%s has reached %s: from now on pages are evicted", self.root, limit)
 
     @contextlib.contextmanager
     def reserved(self, timeout_s: float) -> Iterator[bool]:

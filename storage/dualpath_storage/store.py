@@ -27,6 +27,7 @@ from dualpath_storage.blocks import (
 from dualpath_storage.geometry import PAGE_BYTES, Geometry, align_up
 from dualpath_storage.header import HEADER_BYTES, Header
 from dualpath_storage.memory import Arena, aligned
+from dualpath_storage.notices import Notices
 from dualpath_storage.segments import Segments
 from dualpath_storage.slots import Slot
 from dualpath_storage.space import Space
@@ -38,7 +39,6 @@ _MAX_BUFFERS = 1000  # the kernel takes 1024 a call
 _MIN_IO_BYTES = 512 << 10  # neighbours merge up to this size even when workers stay idle
 _TURNS = 4  # I/Os a worker should get of a large batch
 _SCAN_BATCH = 256
-_WARN_EVERY_S = 10.0
 
 _DEVICE_ERRORS = frozenset(
     (errno.EIO, errno.ENXIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.EREMOTEIO)
@@ -96,17 +96,11 @@ class BlockStore:
         self._min_blocks = max(1, _MIN_IO_BYTES // geometry.slot_bytes)
         self._pad_bytes = geometry.slot_bytes - HEADER_BYTES - geometry.block_bytes
         self._lock = threading.Lock()
-        self._warned_at = float("-inf")
+        self._notices = Notices(logger)
 
     def close(self) -> None:
         """Close every file and so give up every lock. No I/O may be running."""
         self.files.close()
-
-    def _warn(self, message: str, *args: object) -> None:
-        """Log a failure, and say nothing of those that follow at once."""
-        if time.monotonic() - self._warned_at > _WARN_EVERY_S:
-            self._warned_at = time.monotonic()
-            logger.warning(message, *args)
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -201,7 +195,7 @@ class BlockStore:
         except FileNotFoundError:
             return [ReadStatus.MISSING] * len(items)
         except OSError as error:
-            self._warn("Reading %s failed: %s", self.directory, error)
+            self._notices.warn("Reading %s failed: %s", self.directory, error)
             device = error.errno in _DEVICE_ERRORS
             return [ReadStatus.IO_ERROR if device else ReadStatus.UNAVAILABLE] * len(items)
 
@@ -316,7 +310,7 @@ class BlockStore:
                 status = WriteStatus.OK
         except OSError as error:
             status = _write_error(error)
-            self._warn("Writing to %s failed: %s", self.directory, error)
+            self._notices.warn("Writing to %s failed: %s", self.directory, error)
         for i in group:
             statuses[i] = status
         size = len(group) * self.geometry.block_bytes if status is WriteStatus.OK else 0
@@ -361,7 +355,7 @@ class BlockStore:
                     self.files.owned(number).sync()
                     done.append(number)
                 except OSError as error:
-                    self._warn("Syncing %s failed: %s", self.directory, error)
+                    self._notices.warn("Syncing %s failed: %s", self.directory, error)
 
             return sync
 
@@ -381,7 +375,7 @@ class BlockStore:
                     if file.write([blank], offset) == HEADER_BYTES:
                         done.append(slot)
                 except OSError as error:
-                    self._warn("Blanking a slot in %s failed: %s", self.directory, error)
+                    self._notices.warn("Blanking a slot in %s failed: %s", self.directory, error)
 
             return write
 
@@ -433,7 +427,7 @@ class BlockStore:
                     try:
                         got = self.files.get(number).read([page], slot * self.geometry.slot_bytes)
                     except OSError as error:
-                        self._warn("Scanning %s failed: %s", self.directory, error)
+                        self._notices.warn("Scanning %s failed: %s", self.directory, error)
                         continue
                     header = headers.decode(page) if got == HEADER_BYTES else None
                     if header is not None and header.geometry_id != self.geometry.id_bytes:
