@@ -40,6 +40,7 @@ class Evictor:
         pools: the pools attached in this process.
         geometries: every geometry under the root.
         counters: where evictions are counted.
+        promised: pages (unit and key) that must stay for now.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class Evictor:
         pools: Callable[[], Sequence[Evictable]],
         geometries: Callable[[], Sequence[Geometry]],
         counters: Counters,
+        promised: Callable[[], frozenset[bytes]] = frozenset,
     ) -> None:
         self._space = space
         self._backend = backend
         self._pools = pools
         self._geometries = geometries
         self._counters = counters
+        self._promised = promised
         self._known: dict[bytes, Geometry] = {}
         self._known_at = float("-inf")
         self._reclaimed_at: dict[str, float] = {}
@@ -67,7 +70,8 @@ class Evictor:
             IndexUnavailableError: the index cannot answer now.
         """
         sizes = {gid: g.slot_bytes for gid, g in self._by_id().items()}
-        return self._note(index.evict(sizes, need_bytes, max(0.1, deadline - time.monotonic())))
+        left = max(0.1, deadline - time.monotonic())
+        return self._note(index.evict(sizes, need_bytes, left, keep=self._promised()))
 
     def reclaim(self, index: Index, geometry: Geometry, deadline: float) -> bool:
         """Free the least recently used segment of another geometry; whether its file is gone.
@@ -88,7 +92,7 @@ class Evictor:
             return self._give_up(geometry)
         victim = min(others, key=lambda name: uses[name])
         left = max(0.1, deadline - time.monotonic())
-        self._note(index.evict_segment(victim[0], victim[1], left))
+        self._note(index.evict_segment(victim[0], victim[1], left, keep=self._promised()))
         return self._give_up(geometry) or self._remove_orphan(victim)
 
     def relieve(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import logging
 import threading
 import time
@@ -18,6 +19,7 @@ from dualpath_sglang.index import Index, IndexUnavailableError, Record
 from dualpath_sglang.index.embedded import IndexDamagedError
 from dualpath_sglang.index.recovery import open_index
 from dualpath_sglang.pool import Pool
+from dualpath_sglang.promises import Promises
 from dualpath_sglang.stats import CacheStats, Counters
 from dualpath_storage import (
     NO_PARENT,
@@ -34,7 +36,7 @@ from dualpath_storage import (
     WriteItem,
     WriteStatus,
 )
-from dualpath_storage.backends import PosixBackend
+from dualpath_storage.backends import Backend, PosixBackend
 from dualpath_storage.space import GEOMETRY_FILE, geometry_directories
 from dualpath_storage.workers import Workers
 
@@ -72,12 +74,13 @@ class KVCache:
 
     Args:
         options: where and how.
+        backend: how to reach the files, when not as the options say.
 
     Raises:
         StoreError: the root cannot be used as asked.
     """
 
-    def __init__(self, options: StoreOptions) -> None:
+    def __init__(self, options: StoreOptions, backend: Backend | None = None) -> None:
         self.options = options
         self.root = options.root
         try:
@@ -85,7 +88,7 @@ class KVCache:
                 self.root.mkdir(parents=True, exist_ok=True)
             if not self.root.is_dir():
                 raise StoreError(f"The store's root {self.root} is not a directory.")
-            self._backend = PosixBackend(
+            self._backend: Backend = backend or PosixBackend(
                 self.root, options.direct_io, writable=not options.read_only
             )
         except OSError as error:
@@ -94,8 +97,14 @@ class KVCache:
         self._counters = Counters()
         self._pools: dict[str, Pool] = {}
         self._lock = threading.Lock()
+        self._promises = Promises()
         self._evictor = Evictor(
-            self._space, self._backend, self._attached, self.geometries, self._counters
+            self._space,
+            self._backend,
+            self._attached,
+            self.geometries,
+            self._counters,
+            self._promises.held,
         )
         self._touches: list[tuple[bytes, tuple[bytes, ...]]] = []
         self._generation = 0
@@ -206,6 +215,38 @@ class KVCache:
         self._counters.miss("index", len(keys))
         return 0
 
+    def locate(self, pool: Pool, keys: Sequence[bytes]) -> list[Placement | None]:
+        """Where each block lies, for somebody who reads by himself and then calls :meth:`report`.
+
+        Not counted as a lookup. All None when the index cannot answer.
+        """
+        with self._index_or_none() as index:
+            if index is not None:
+                return index.lookup(pool.geometry, keys)
+        return [None] * len(keys)
+
+    def sample(self, pool: Pool, count: int) -> list[tuple[bytes, Placement]]:
+        """Up to ``count`` blocks, in no order that means anything."""
+        with self._index_or_none() as index:
+            if index is not None:
+                entries = itertools.islice(index.entries(pool.geometry), count)
+                return [(entry.key, entry.placement) for entry in entries]
+        return []
+
+    def promise(self, name: str, pool: Pool, key: bytes, ttl_s: float = 60.0) -> None:
+        """Keep the page ``key`` and all its ancestors from this process's eviction.
+
+        Args:
+            name: who asks; holds one promise at a time, until :meth:`release` or ``ttl_s``.
+
+        What other processes evict, and :meth:`clear`, is not held up.
+        """
+        self._promises.give(name, pool.geometry.unit + key, ttl_s)
+
+    def release(self, name: str) -> None:
+        """End the promise of ``name``, if there is one."""
+        self._promises.release(name)
+
     def _count_lookup(self, asked: int, found: int) -> None:
         self._counters.add("lookups")
         self._counters.miss(ReadStatus.ABSENT.value, asked - found)
@@ -263,6 +304,27 @@ class KVCache:
         good = [status is ReadStatus.OK for status in statuses]
         self.touch(pool, [key for key, ok in zip(keys, good, strict=True) if ok])
         return good
+
+    def report(
+        self, pool: Pool, reads: Sequence[tuple[bytes, Placement | None, ReadStatus]]
+    ) -> None:
+        """What came of blocks that the caller read by himself: key, where from, and outcome.
+
+        Good ones (a chain, parents first) count as used; damaged ones leave the index if they
+        still stand in it as they were read.
+        """
+        statuses = [status for _, _, status in reads]
+        self._counters.reads(statuses)
+        self.touch(pool, [key for key, _, status in reads if status is ReadStatus.OK])
+        found = {
+            i: place
+            for i, (_, place, status) in enumerate(reads)
+            if place is not None and status.damaged
+        }
+        if found:
+            with self._index_or_none() as index:
+                if index is not None:
+                    self._remove_damaged(pool, index, [r[0] for r in reads], found, statuses)
 
     def _remove_damaged(
         self,

@@ -6,7 +6,7 @@ shard and every side pool. Units form chains by their parents; a unit goes only 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,16 +76,34 @@ class Index(Protocol):
         """Note the use of a chain of keys, parents first."""
         ...
 
-    def evict(self, size: dict[bytes, int], need_bytes: int, timeout_s: float) -> list[Freed]:
+    def evict(
+        self,
+        size: dict[bytes, int],
+        need_bytes: int,
+        timeout_s: float,
+        *,
+        keep: Collection[bytes] = (),
+    ) -> list[Freed]:
         """Take out least recently used units, leaves first, until ``need_bytes`` are free.
 
         Args:
             size: slot bytes by geometry id (16 bytes); unknown ones count as nothing.
+            keep: units (unit and key) that must stay, and so their ancestors.
         """
         ...
 
-    def evict_segment(self, geometry_id: bytes, segment: int, timeout_s: float) -> list[Freed]:
-        """Take out every unit with a block in a segment, and all that descends from it."""
+    def evict_segment(
+        self,
+        geometry_id: bytes,
+        segment: int,
+        timeout_s: float,
+        *,
+        keep: Collection[bytes] = (),
+    ) -> list[Freed]:
+        """Take out every unit with a block in a segment, and all that descends from it.
+
+        Nothing at all when one of them is in ``keep``.
+        """
         ...
 
     def segment_uses(self) -> dict[tuple[bytes, int], int]:

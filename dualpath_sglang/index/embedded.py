@@ -27,7 +27,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -379,14 +379,25 @@ class EmbeddedIndex:
             if txn.get(parent_key, db=self._units) is not None and self._is_leaf(txn, parent_key):
                 self._use(txn, parent_key, used)
 
-    def evict(self, size: dict[bytes, int], need_bytes: int, timeout_s: float) -> list[Freed]:
+    def evict(
+        self,
+        size: dict[bytes, int],
+        need_bytes: int,
+        timeout_s: float,
+        *,
+        keep: Collection[bytes] = (),
+    ) -> list[Freed]:
         freed: list[Freed] = []
         got = 0
+        begin = b""  # a parent that becomes a leaf is never older than its child was
         with self._write(timeout_s) as txn:
-            for _ in range(_BATCH):
-                oldest = next(_rows(txn, self._lru), None)
+            for _ in range(_BATCH + len(keep)):
+                oldest = next(_rows(txn, self._lru, begin=begin), None)
                 if got >= need_bytes or oldest is None:
                     break
+                if oldest[0][8:] in keep:
+                    begin = oldest[0] + b"\0"
+                    continue
                 for row in self._free_unit(txn, oldest[0][8:]):
                     freed.append(row)
                     got += size.get(row.geometry_id, 0)
@@ -398,19 +409,28 @@ class EmbeddedIndex:
         self._forget_unit_if_empty(txn, unit_key)
         return freed
 
-    def evict_segment(self, geometry_id: bytes, segment: int, timeout_s: float) -> list[Freed]:
+    def evict_segment(
+        self,
+        geometry_id: bytes,
+        segment: int,
+        timeout_s: float,
+        *,
+        keep: Collection[bytes] = (),
+    ) -> list[Freed]:
         doomed = [
             e.unit + e.key
             for e in self.entries()
             if e.geometry_id == geometry_id and e.placement.segment == segment
         ]
-        freed: list[Freed] = []
         with self._write(timeout_s) as txn:
-            while doomed:
-                unit_key = doomed.pop()
-                doomed += [n[:8] + n[40:] for n, _ in _rows(txn, self._children, unit_key)]
-                freed += self._free_unit(txn, unit_key)
-        return freed
+            known = set(doomed)
+            for unit_key in doomed:  # grows as it goes: their descendants too
+                children = {n[:8] + n[40:] for n, _ in _rows(txn, self._children, unit_key)}
+                doomed += children - known
+                known |= children
+            if any(unit_key in keep for unit_key in doomed):
+                return []
+            return [row for unit_key in reversed(doomed) for row in self._free_unit(txn, unit_key)]
 
     def segment_uses(self) -> dict[tuple[bytes, int], int]:
         uses: dict[tuple[bytes, int], int] = {}
@@ -490,11 +510,11 @@ class EmbeddedIndex:
 
 
 def _rows(
-    txn: lmdb.Transaction, table: lmdb._Database, prefix: bytes = b""
+    txn: lmdb.Transaction, table: lmdb._Database, prefix: bytes = b"", *, begin: bytes = b""
 ) -> Iterator[tuple[bytes, bytes]]:
-    """Rows in order of their keys, those that begin with ``prefix``."""
+    """Rows in order of their keys, those that begin with ``prefix``, from ``begin`` on."""
     cursor = txn.cursor(table)
-    if cursor.set_range(prefix):
+    if cursor.set_range(max(prefix, begin)):
         for name, value in cast("Iterator[tuple[bytes, bytes]]", iter(cursor)):
             if not name.startswith(prefix):
                 return

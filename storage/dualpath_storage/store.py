@@ -21,9 +21,10 @@ from dualpath_storage.blocks import (
     WriteStatus,
     pieces_of,
 )
-from dualpath_storage.geometry import PAGE_BYTES, Geometry, align_up
+from dualpath_storage.geometry import Geometry
 from dualpath_storage.header import HEADER_BYTES, Header
 from dualpath_storage.memory import Arena, aligned
+from dualpath_storage.ranges import RangeItem, RangeRead, RangeReader, RangeShape, check_header
 from dualpath_storage.slots import Slot, SlotTable
 from dualpath_storage.space import (
     GEOMETRY_FILE,
@@ -91,6 +92,7 @@ class BlockStore:
         self._foreign: dict[int, SegmentFile] = {}
         self._retired: list[tuple[float, SegmentFile]] = []
         self._lock = threading.Lock()
+        self._ranges = RangeReader(geometry, self._file, self._failed_read, max_io_bytes)
         self._in_place = True  # until the kernel refuses a caller's buffers
 
     # -- segments ---------------------------------------------------------------------------
@@ -290,10 +292,9 @@ class BlockStore:
             if window == (0, self.geometry.layers):
                 results = self._read_whole(arena, file, chosen)
             else:
-                results = [self._read_window(arena, file, item, window) for item in chosen]
+                results = self._read_window(arena, chosen, window)
         except OSError as error:
-            logger.warning("Reading %s failed: %s", self.directory, error)
-            results = [ReadStatus.IO_ERROR] * len(group)
+            results = [self._failed_read(error)] * len(group)
         for i, status in zip(group, results, strict=True):
             statuses[i] = status
         good = sum(status is ReadStatus.OK for status in results)
@@ -333,54 +334,45 @@ class BlockStore:
         return results
 
     def _read_window(
-        self, arena: Arena, file: SegmentFile, item: ReadItem, window: tuple[int, int]
-    ) -> ReadStatus:
-        """One header page and the layers of the window, which rarely lie on page borders."""
-        size = self.geometry.layer_bytes
-        base = item.placement.slot * self.geometry.slot_bytes
-        page = arena.headers(HEADER_BYTES)[:HEADER_BYTES]
-        begin, end = window[0] * size, window[1] * size
-        first = begin // PAGE_BYTES * PAGE_BYTES
-        length = align_up(end) - first
-        area = arena.bounce(length)[:length]
-        if file.read([page], base) < HEADER_BYTES:
-            return ReadStatus.SHORT
-        got = file.read([area], base + HEADER_BYTES + first)
-        if got < end - first:
-            return ReadStatus.SHORT
-        data = area[begin - first : end - first]
-        cut = [data[i : i + size] for i in range(0, len(data), size)]
-        status = self._check_header(page, item)
-        if isinstance(status, ReadStatus):
-            return status
-        sums = headers.layer_checksums(cut, len(cut))
-        if tuple(sums) != status.checksums[window[0] : window[1]]:
-            return ReadStatus.CHECKSUM
-        per_layer = len(item.pieces) // self.geometry.layers
-        _scatter(data, item.pieces[window[0] * per_layer : window[1] * per_layer])
-        return ReadStatus.OK
+        self, arena: Arena, items: Sequence[ReadItem], window: tuple[int, int]
+    ) -> list[ReadStatus]:
+        """The layers of the window, which rarely lie on page borders: by way of the arena."""
+        shape = RangeShape(self.geometry, *window, header=True)
+        area = arena.bounce(len(items) * shape.stride)
+        reads = self._ranges.read([RangeItem(i.key, i.placement) for i in items], shape, area)
+        per_layer = len(items[0].pieces) // self.geometry.layers
+        for i, read in enumerate(reads):
+            if read.status is ReadStatus.OK:
+                begin = i * shape.stride + shape.lead
+                pieces = items[i].pieces[window[0] * per_layer : window[1] * per_layer]
+                _scatter(area[begin : begin + shape.payload_bytes], pieces)
+        return [read.status for read in reads]
 
     def _check(self, page: memoryview, item: ReadItem, got: int) -> ReadStatus:
         if got < HEADER_BYTES + self.geometry.block_bytes:
             return ReadStatus.SHORT
-        found = self._check_header(page, item)
+        found = check_header(page, self.geometry, item.key, item.placement)
         if isinstance(found, ReadStatus):
             return found
         sums = headers.layer_checksums(item.pieces, self.geometry.layers)
         return ReadStatus.OK if tuple(sums) == found.checksums else ReadStatus.CHECKSUM
 
-    def _check_header(self, page: memoryview, item: ReadItem) -> Header | ReadStatus:
-        found = headers.decode(page)
-        if (
-            found is None
-            or found.geometry_id != self.geometry.id_bytes
-            or found.payload_bytes != self.geometry.block_bytes
-            or len(found.checksums) != self.geometry.layers
-        ):
-            return ReadStatus.HEADER
-        if found.key != item.key or found.generation != item.placement.generation:
-            return ReadStatus.GENERATION
-        return found
+    def read_range(
+        self, items: Sequence[RangeItem], shape: RangeShape, area: memoryview
+    ) -> list[RangeRead]:
+        """Read some layers of many blocks into staging memory, on the calling thread.
+
+        For callers with threads and deadlines of their own: see :class:`RangeReader`.
+        """
+        began = time.perf_counter()
+        reads = self._ranges.read(items, shape, area)
+        good = sum(read.status is ReadStatus.OK for read in reads)
+        self._count_read(good * shape.payload_bytes, time.perf_counter() - began)
+        return reads
+
+    def _failed_read(self, error: OSError) -> ReadStatus:
+        logger.warning("Reading %s failed: %s", self.directory, error)
+        return ReadStatus.IO_ERROR
 
     # -- writing ----------------------------------------------------------------------------
 
