@@ -60,8 +60,8 @@ fi
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input -q "$@" < /dev/null; }
 
 say "installing pinned packages (about 3 minutes and 2 GB the first time)"
-pip install --no-deps -r requirements/sglang-cpu.txt
 pip install -c requirements/sglang-cpu.txt -r requirements/torch.txt
+pip install --no-deps -r requirements/sglang-cpu.txt
 pip install --no-deps -r requirements/dev.txt
 pip install --no-deps --no-build-isolation -e .
 if [ -f tests/sglang_cpu/pyproject.toml ]; then

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
@@ -10,8 +11,14 @@ from pathlib import Path
 
 import pytest
 
+import sglang_cpu.boot
 from tests.support import tiny_model
 from tests.support.server import Server
+
+if not Path("/dev/nvidiactl").exists():
+    # For tests that import SGLang into this process, as sglang_cpu.pth does for its servers.
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    sglang_cpu.boot.install()
 
 _SERVERS: pytest.StashKey[list[Server]] = pytest.StashKey()
 

@@ -33,6 +33,8 @@ def open_index(root: Path, stores: Stores, *, read_only: bool, timeout_s: float)
     """
     path = root / INDEX_FILE
     if read_only:
+        if path.exists() and not sound(path, timeout_s):
+            raise IndexDamagedError(f"{path} is damaged")
         return EmbeddedIndex(path, read_only=True)
     try:
         with file_lock(root / ".open", timeout_s) as held:
