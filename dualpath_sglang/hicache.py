@@ -31,9 +31,10 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from dualpath_sglang import host_pools
 from dualpath_sglang.config import DualPathConfig
+from dualpath_sglang.geometries import KV
 from dualpath_sglang.guard import all_false, all_false_by_pool, all_none, length, never_raises
 from dualpath_sglang.host_layout import HostLayout
-from dualpath_sglang.host_pages import KV, HostPages, StoredPool, raw_keys
+from dualpath_sglang.host_pages import HostPages, StoredPool, raw_keys
 from dualpath_sglang.identity import identify
 from dualpath_sglang.kvcache import KVCache, WriteResult
 from dualpath_sglang.pool import Pool
