@@ -63,17 +63,18 @@ class RateMeter:
             self._elapsed_s += max(0.0, now - self._last)
         self._last = now if full else None
         if self._elapsed_s >= _SAMPLE_S:
-            self._sample(self._bytes / self._elapsed_s, self._elapsed_s, now)
+            self._sample(self._bytes / self._elapsed_s, now)
             self._bytes, self._elapsed_s = 0, 0.0
 
     def set(self, bytes_per_s: float, now: float) -> None:
         """A rate that somebody else measured."""
         self._rate, self._at = bytes_per_s, now
 
-    def _sample(self, rate: float, took_s: float, now: float) -> None:
-        weight = 1 - math.exp(-took_s / _MEMORY_S)
-        known = self.rate(now)
-        self._rate = rate if known is None else known + weight * (rate - known)
+    def _sample(self, rate: float, now: float) -> None:
+        if self._rate is None:
+            self._rate = rate
+        else:  # the older the last sample is, the less it says
+            self._rate += (1 - math.exp((self._at - now) / _MEMORY_S)) * (rate - self._rate)
         self._at = now
 
     def rate(self, now: float) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,9 +16,9 @@ def layer_ranges(
 
     The first ranges are small, so that layer 0 is there soon; they double until they reach the
     size that gives full bandwidth; the last ones halve again, because what is computed after the
-    last byte has arrived is hidden behind nothing. With eight layers a full range the sizes are
-    1, 2, 4, 8, ..., 8, 4, 2, 1. A range is never more than a quarter of the layers, unless that is
-    less than the first I/O.
+    last byte has arrived is hidden behind nothing: 1, 2, 4, 8, ..., 8, 4, 2, 1 layers, with what
+    is left over among the last. A range is never more than a quarter of the layers, unless that
+    is less than the first I/O.
 
     Args:
         first_io_bytes: least bytes of the first I/O.
@@ -27,24 +28,16 @@ def layer_ranges(
     fit = max(1, most_bytes // layer_bytes)
     least = min(fit, layers, _parts(first_io_bytes, layer_bytes))
     most = max(least, min(fit, _parts(io_bytes, layer_bytes), -(-layers // 4)))
-    sizes: list[int] = []
-    left, size = layers, least
-    ending: list[int] = []
-    while left:
-        if left <= size:
-            sizes.append(left)
-            break
-        sizes.append(size)
-        left -= size
-        if size < most and left > size:  # as much again at the other end
-            ending.append(size)
-            left -= size
-        size = min(2 * size, most)
-    ranges: list[tuple[int, int]] = []
-    for size in [*sizes, *reversed(ending)]:
-        first = ranges[-1][1] if ranges else 0
-        ranges.append((first, first + size))
-    return ranges
+    ramp: list[int] = []
+    size = least
+    while size < most and 2 * (sum(ramp) + size) <= layers:
+        ramp.append(size)
+        size *= 2
+    size = min(size, most)
+    full, rest = divmod(layers - 2 * sum(ramp), size)
+    ending = sorted([*ramp, rest] if rest else ramp, reverse=True)
+    ends = list(itertools.accumulate([*ramp, *[size] * full, *ending]))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def _parts(size: int, part: int) -> int:
