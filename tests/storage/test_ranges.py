@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualpath_storage import Geometry, Placement, ReadStatus
@@ -77,6 +77,7 @@ shapes = st.tuples(st.integers(1, 9), st.integers(1, 9000)).flatmap(
 )
 
 
+@settings(deadline=None)
 @given(shapes, st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True))
 def test_every_layer_lies_where_the_shape_says(shape_of: tuple, slots: list[int]) -> None:
     ((layers, layer_bytes), first, with_header), end = shape_of
