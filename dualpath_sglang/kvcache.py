@@ -193,6 +193,11 @@ class KVCache:
             raise IndexUnavailableError(f"The index of {self.root} is missing or damaged")
         return index
 
+    @property
+    def epoch(self) -> int:
+        """Grows whenever this process takes blocks out of the index."""
+        return self._counters.removals
+
     # -- looking up -------------------------------------------------------------------------
 
     def lookup(self, pool: Pool, keys: Sequence[bytes]) -> list[bool]:
@@ -511,6 +516,7 @@ class KVCache:
                 for pool in self._attached():
                     pool.take_back(freed)
                 removed += len(freed)
+            self._counters.removals += removed
             for pool in self._attached():
                 pool.give_up_empty(keep=0)
         return removed
