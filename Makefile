@@ -7,6 +7,7 @@ STAMP_INPUTS := pyproject.toml $(wildcard requirements/*.txt) scripts/venv.sh \
 	$(shell find tests/sglang_cpu -name test_*.py -prune -o -type f -not -path '*/__pycache__/*' -print)
 
 PYTEST_ARGS ?=
+DEMO_ARGS ?=
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -22,7 +23,7 @@ $(STAMP): $(STAMP_INPUTS)
 	@touch $@
 
 demo: $(STAMP) ## an agent session on a real server, killed and continued from storage
-	$(PY) -m examples.demo
+	$(PY) -m examples.demo $(DEMO_ARGS)
 
 test: $(STAMP) ## every test but the slow ones
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from dualpath_sglang.index import Entry, Index, IndexUnavailableError, Record
+from dualpath_sglang.index import Entry, Index, IndexUnavailableError
 from dualpath_sglang.kvcache import KVCache
 from dualpath_storage import (
     BlockStore,
@@ -234,39 +234,6 @@ def examine(store: BlockStore, entry: Entry, timeout_s: float = 60.0) -> Examina
         return Examination(status, header, ())
     bad = _bad_layers(store, item, deadline, status)
     return Examination(status, header, tuple(i not in bad for i in range(geometry.layers)))
-
-
-def publish_missing(cache: KVCache, *, settled_s: float = 5.0, timeout_s: float = 60.0) -> int:
-    """Put whole blocks of the store that the index does not know into it.
-
-    Args:
-        settled_s: younger ones are left to their writer, which is about to do it.
-
-    Returns:
-        Blocks put in.
-
-    Raises:
-        IndexUnavailableError: the index cannot be written now.
-    """
-    published = 0
-    for store in cache.stores():
-        geometry = store.geometry
-        known = {(e.placement.segment, e.placement.slot) for e in cache.index.entries(geometry)}
-        youngest = time.time_ns() - int(settled_s * 1e9)
-        missing = [
-            _entry(geometry, header, place)
-            for place, header in _headers(store, known)
-            if header.generation <= youngest
-        ]
-        parents = {entry.placement: entry.parent for entry in missing}
-        records = [
-            Record(item.key, parents[item.placement], item.placement)
-            for item, status in _read(store, missing, timeout_s)
-            if status is ReadStatus.OK
-        ]
-        if records:
-            published += sum(cache.index.publish(geometry, records, timeout_s))
-    return published
 
 
 def _read(

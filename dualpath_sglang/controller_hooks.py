@@ -94,13 +94,18 @@ def attach(original: Callable[..., Any], controller: Any, *args: Any, **kwargs: 
 
 
 def create(
-    original: Callable[..., Any], backend_name: str, storage_config: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    factory: Any,
+    backend_name: str,
+    storage_config: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """The loader for what :func:`attach` marked, under whichever name it had to pass."""
     extra = getattr(storage_config, "extra_config", None) or {}
     if extra.get("backend_name") == BACKEND_NAME:
         backend_name = "dynamic"
-    return original(backend_name, storage_config, *args, **kwargs)
+    return original(factory, backend_name, storage_config, *args, **kwargs)
 
 
 def attach_or_detach(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -12,7 +13,7 @@ from dualpath_sglang.index import Freed, Index
 from dualpath_sglang.stats import Counters
 from dualpath_storage import Geometry, Space
 from dualpath_storage.backends import Backend
-from dualpath_storage.space import segment_path
+from dualpath_storage.space import segment_number, segment_path
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,11 @@ class Evictable(Protocol):
 
     def take_back(self, freed: Sequence[Freed]) -> None: ...
 
-    def give_up_empty(self, keep: int) -> int: ...
+    def retire(self, segment: int) -> None: ...
+
+    def give_up_empty(
+        self, index: Index, timeout_s: float, *, retired: bool = False, keep: int = 0
+    ) -> int: ...
 
 
 class Evictor:
@@ -60,62 +65,140 @@ class Evictor:
         self._promised = promised
         self._known: dict[bytes, Geometry] = {}
         self._known_at = float("-inf")
-        self._reclaimed_at: dict[str, float] = {}
+        self._reclaim_after: dict[str, float] = {}
         self._lock = threading.Lock()
 
-    def evict(self, index: Index, need_bytes: int, deadline: float) -> list[Freed]:
+    def evict(
+        self,
+        index: Index,
+        need_bytes: int,
+        deadline: float,
+        *,
+        keep: tuple[bytes, bytes] | None = None,
+    ) -> list[Freed]:
         """Take out least recently used pages, leaves first, until ``need_bytes`` are free.
 
         Raises:
             IndexUnavailableError: the index cannot answer now.
         """
         sizes = {gid: g.slot_bytes for gid, g in self._by_id().items()}
-        left = max(0.1, deadline - time.monotonic())
-        return self._note(index.evict(sizes, need_bytes, left, keep=self._promised()))
+        return self._note(
+            index.evict(sizes, need_bytes, _left(deadline), keep=keep, promised=self._promised())
+        )
 
-    def reclaim(self, index: Index, geometry: Geometry, deadline: float) -> bool:
-        """Free the least recently used segment of another geometry; whether its file is gone.
+    def reclaim(
+        self,
+        index: Index,
+        geometry: Geometry,
+        own: Sequence[int],
+        deadline: float,
+        *,
+        keep: tuple[bytes, bytes] | None = None,
+    ) -> bool:
+        """Free the least recently used segment that the caller does not own.
 
-        Pages alone cannot do this: a freed slot serves only blocks of its own geometry.
+        Pages alone cannot do this: a freed slot serves only its segment's owner. A living owner
+        in another process gives the file up at its next upkeep.
+
+        Args:
+            own: the caller's segments, of ``geometry``.
+            keep: as in :meth:`evict`.
+
+        Returns:
+            Whether a file is gone already.
 
         Raises:
             IndexUnavailableError: the index cannot answer now.
         """
+        began = time.monotonic()
         with self._lock:
-            last = self._reclaimed_at.get(geometry.id, float("-inf"))
-            if time.monotonic() - last < _RECLAIM_EVERY_S:
+            if began < self._reclaim_after.get(geometry.id, began):
                 return False
-            self._reclaimed_at[geometry.id] = time.monotonic()
-        uses = index.segment_uses()
-        others = [name for name in uses if name[0] != geometry.id_bytes]
-        if not others:
-            return self._give_up(geometry)
-        victim = min(others, key=lambda name: uses[name])
-        left = max(0.1, deadline - time.monotonic())
-        self._note(index.evict_segment(victim[0], victim[1], left, keep=self._promised()))
-        return self._give_up(geometry) or self._remove_orphan(victim)
+            self._reclaim_after[geometry.id] = float("inf")
+        try:
+            return self._reclaim(index, geometry, own, deadline, keep)
+        finally:
+            # To look at every block of a large index costs seconds of CPU.
+            pause_s = max(_RECLAIM_EVERY_S, 10 * (time.monotonic() - began))
+            with self._lock:
+                self._reclaim_after[geometry.id] = time.monotonic() + pause_s
 
-    def relieve(self) -> None:
-        """Give up spare empty segments when others cannot get one."""
+    def _reclaim(
+        self,
+        index: Index,
+        geometry: Geometry,
+        own: Sequence[int],
+        deadline: float,
+        keep: tuple[bytes, bytes] | None,
+    ) -> bool:
+        mine = {(geometry.id_bytes, number) for number in own}
+        uses = index.segment_uses()
+        others = [name for name in self._segments() if name not in mine]
+        for name in others:
+            if name not in uses and self._remove(index, name, deadline):
+                return True
+        kept = set() if keep is None else index.chain_segments(*keep)
+        used = [name for name in others if name in uses and name not in kept]
+        if not used:
+            return False
+        victim = min(used, key=lambda name: uses[name])
+        for pool in self._pools():
+            if pool.geometry.id_bytes == victim[0]:
+                pool.retire(victim[1])
+        promised = self._promised()
+        self._note(index.evict_segment(victim[0], victim[1], _left(deadline), promised=promised))
+        return self._remove(index, victim, deadline)
+
+    def relieve(self, index: Index, timeout_s: float) -> None:
+        """Give up spare empty segments when others cannot get one.
+
+        Raises:
+            IndexUnavailableError: the index cannot answer now.
+        """
         for pool in self._pools():
             if not self._space.fits(self._space.segment_bytes(pool.geometry)):
-                pool.give_up_empty(keep=1)
+                pool.give_up_empty(index, timeout_s, keep=1)
 
-    def _give_up(self, geometry: Geometry) -> bool:
-        others = (pool for pool in self._pools() if pool.geometry.id != geometry.id)
-        return sum(pool.give_up_empty(keep=0) for pool in others) > 0
+    def remove_orphans(self, index: Index, geometry: Geometry, deadline: float) -> None:
+        """Remove the segments of a geometry that hold no block and have no owner.
 
-    def _remove_orphan(self, name: tuple[bytes, int]) -> bool:
+        Raises:
+            IndexUnavailableError: the index cannot answer now.
+        """
+        uses = index.segment_uses()
+        for name in self._segments():
+            if name[0] == geometry.id_bytes and name not in uses:
+                self._remove(index, name, deadline)
+
+    def _segments(self) -> list[tuple[bytes, int]]:
+        """Geometry id and number of every segment on disk."""
+        names = []
+        for path, _ in self._space.segments():
+            number = segment_number(path)
+            with contextlib.suppress(ValueError):
+                gid = bytes.fromhex(path.parent.name)
+                if number is not None and len(gid) == 16:
+                    names.append((gid, number))
+        return names
+
+    def _remove(self, index: Index, name: tuple[bytes, int], deadline: float) -> bool:
+        """Remove a segment without blocks; False when a living process owns it or it has some."""
+        for pool in self._pools():
+            if pool.geometry.id_bytes == name[0] and pool.give_up_empty(
+                index, _left(deadline), retired=True
+            ):
+                return True
         path = segment_path(self._space.root / name[0].hex(), name[1])
         try:
             file = self._backend.lock(path)
+            if file is None:
+                return False
+            path.unlink()
+            file.close()
         except OSError as error:
             logger.warning("Cannot remove segment %s: %s", path, error)
             return False
-        if file is None:
-            return False
-        path.unlink(missing_ok=True)
-        file.close()
+        index.forget_segments(name[0], [name[1]], _left(deadline))
         return True
 
     def _note(self, freed: list[Freed]) -> list[Freed]:
@@ -132,3 +215,7 @@ class Evictor:
                 self._known_at = now
             self._known.update({p.geometry.id_bytes: p.geometry for p in self._pools()})
             return dict(self._known)
+
+
+def _left(deadline: float) -> float:
+    return max(0.1, deadline - time.monotonic())

@@ -132,7 +132,7 @@ class HostPages:
             name,
             layout.form,
             host_pools.is_head_sharded(host),
-            (int(host.start_layer), int(host.end_layer)),
+            host_pools.layer_range(host),
             packed_drafts=host_pools.draft_layers(host),
             format_tag=getattr(host, "storage_format_tag", None),
         )

@@ -76,6 +76,11 @@ def draft_layers(pool: Any) -> int:
     return 0 if own is None else max(0, int(pool.layer_num) - int(own))
 
 
+def layer_range(pool: Any) -> tuple[int, int]:
+    """The layers ``[first, end)`` of the model that this pool covers, as far as it says."""
+    return int(getattr(pool, "start_layer", 0)), int(getattr(pool, "end_layer", 0))
+
+
 def indices_per_page(pool: Any) -> int:
     """Host indices that one page takes, over all ranks of a decode-context group."""
     return int(getattr(pool, "logical_page_size", 0) or pool.page_size)
@@ -205,7 +210,7 @@ def _state(pool: Any, flat: torch.Tensor | None) -> _Description | None:
     named = [(name, b) for name, b in named if b.numel()]
     components: list[Component] = [b.unsqueeze(1) for _, b in named]
     parts = [
-        f"{name}{_dtype(b.dtype)}[{','.join(str(n) for n in b.shape[1:])}]" for name, b in named
+        f"{name}:{_dtype(b.dtype)}[{','.join(str(n) for n in b.shape[1:])}]" for name, b in named
     ]
     return components, _dtype(pool.dtype), " ".join(["state", *parts])
 

@@ -10,13 +10,16 @@ import contextlib
 import enum
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from dualpath_sglang.evictor import Evictor
 from dualpath_sglang.index import Index, IndexUnavailableError, Record
-from dualpath_sglang.index.embedded import IndexDamagedError
+from dualpath_sglang.index.keeper import IndexKeeper
 from dualpath_sglang.index.recovery import open_index
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.promises import Promises
@@ -65,6 +68,11 @@ _UNPUBLISHED = {
 }
 
 
+def _on_read_only_mount(path: Path) -> bool:
+    existing = next((p for p in (path, *path.parents) if p.exists()), None)
+    return existing is not None and bool(os.statvfs(existing).f_flag & os.ST_RDONLY)
+
+
 def _deadline(timeout_s: float | None, default_s: float) -> float:
     return time.monotonic() + (default_s if timeout_s is None else timeout_s)
 
@@ -84,6 +92,11 @@ class KVCache:
         self.options = options
         self.root = options.root
         try:
+            if not options.read_only and _on_read_only_mount(self.root):
+                logger.warning(
+                    "%s cannot be written: its blocks are read, none is stored", self.root
+                )
+                self.options = options = replace(options, read_only=True)
             if not options.read_only:
                 self.root.mkdir(parents=True, exist_ok=True)
             if not self.root.is_dir():
@@ -108,12 +121,12 @@ class KVCache:
         )
         self._touches: list[tuple[bytes, tuple[bytes, ...]]] = []
         self._generation = 0
+        self._maintaining = threading.Lock()
         self._stalled = False
         self._readers = Workers(options.io_threads, "dualpath-read")
         self._writers = Workers(options.io_threads, "dualpath-write")
-        self._index: Index | None = None
-        self._lost: list[Index] = []
-        self._open_index()
+        self._keeper = IndexKeeper(self.root, self._open_index, self._settle)
+        self._keeper.ensure()
         self._stop = threading.Event()
         self._upkeep = threading.Thread(
             target=self._upkeep_loop, name="dualpath-upkeep", daemon=True
@@ -140,7 +153,7 @@ class KVCache:
             pool.writer |= writer
         if writer:
             try:
-                pool.store.create_directory()
+                pool.store.files.create_directory()
             except OSError as error:
                 logger.warning("Cannot make %s: %s", pool.store.directory, error)
             with self._index_or_none() as index:
@@ -172,7 +185,7 @@ class KVCache:
         for directory in geometry_directories(self.root):
             try:
                 geometry = Geometry.from_json((directory / GEOMETRY_FILE).read_text())
-            except (OSError, StoreError) as error:
+            except (OSError, ValueError, StoreError) as error:  # ValueError: not even text
                 logger.warning("%s is left out: %s", directory, error)
                 continue
             if geometry.id == directory.name:
@@ -188,7 +201,7 @@ class KVCache:
         Raises:
             IndexUnavailableError: there is none now.
         """
-        index = self._index
+        index = self._keeper.index
         if index is None:
             raise IndexUnavailableError(f"The index of {self.root} is missing or damaged")
         return index
@@ -289,22 +302,23 @@ class KVCache:
         assert len(keys) == len(pieces)
         deadline = _deadline(timeout_s, self.options.read_timeout_s)
         statuses = [ReadStatus.ABSENT] * len(keys)
+        answered = False
         with self._index_or_none() as index:
-            if index is None:
-                self._counters.miss("index", len(keys))
-                return [False] * len(keys)
             wanted = list(range(len(keys)))
             # A block may move between the lookup and the read; a second look finds it.
-            for _ in range(2):
+            while index is not None and wanted:
                 places = index.lookup(pool.geometry, [keys[i] for i in wanted])
                 found = {i: p for i, p in zip(wanted, places, strict=True) if p is not None}
                 items = [ReadItem(keys[i], p, pieces[i]) for i, p in found.items()]
                 for i, status in zip(found, pool.store.read(items, deadline, layers), strict=True):
                     statuses[i] = status
                 self._remove_damaged(pool, index, keys, found, statuses)
-                wanted = [i for i in found if statuses[i] is ReadStatus.GENERATION]
-                if not wanted:
-                    break
+                moved = [i for i in found if statuses[i] is ReadStatus.GENERATION]
+                wanted = [] if answered else moved
+                answered = True
+        if not answered:
+            self._counters.miss("index", len(keys))
+            return [False] * len(keys)
         self._counters.reads(statuses)
         good = [status is ReadStatus.OK for status in statuses]
         self.touch(pool, [key for key, ok in zip(keys, good, strict=True) if ok])
@@ -342,28 +356,34 @@ class KVCache:
         bad = [i for i in found if statuses[i].damaged]
         if not bad or self.options.read_only:
             return
-        logger.warning(
-            "%d damaged blocks in %s, first %s: %s",
-            len(bad),
-            pool.store.directory,
-            keys[bad[0]].hex(),
-            statuses[bad[0]].value,
-        )
         try:
             freed = index.remove(
                 pool.geometry,
                 [(keys[i], found[i].generation) for i in bad],
                 self.options.lookup_timeout_s,
             )
+            # A slot that the device cannot read is not used again.
+            broken = {
+                Slot(found[i].segment, found[i].slot)
+                for i in bad
+                if statuses[i] is ReadStatus.IO_ERROR
+            }
+            index.forget_freed(
+                [row for row in freed if row.slot in broken], self.options.lookup_timeout_s
+            )
         except IndexUnavailableError as error:
             logger.warning("Damaged blocks stay in the index for now: %s", error)
             return
-        # A slot that the device cannot read is never used again.
-        broken = {
-            Slot(found[i].segment, found[i].slot) for i in bad if statuses[i] is ReadStatus.IO_ERROR
-        }
         pool.take_back([row for row in freed if row.slot not in broken])
         self._counters.add("repaired_blocks", len(freed))
+        if freed:  # else they were evicted or replaced since the lookup
+            logger.warning(
+                "%d damaged blocks in %s, first %s: %s",
+                len(freed),
+                pool.store.directory,
+                keys[bad[0]].hex(),
+                statuses[bad[0]].value,
+            )
 
     # -- writing ----------------------------------------------------------------------------
 
@@ -390,11 +410,14 @@ class KVCache:
         assert len(keys) == len(pieces)
         deadline = _deadline(timeout_s, self.options.write_timeout_s)
         results = [WriteResult.DROPPED] * len(keys)
-        if pool.writer:
-            with self._index_or_none() as index, pool.claim(keys) as mine:
+        generation = self._next_generation()
+        if pool.writer and keys:
+            with self._index_or_none() as index, pool.claim(keys, generation) as mine:
                 if index is not None:
                     parents = [parent or NO_PARENT, *keys[:-1]]
-                    self._write_missing(pool, index, keys, parents, pieces, mine, results, deadline)
+                    self._write_missing(
+                        pool, index, generation, keys, parents, pieces, mine, results, deadline
+                    )
         for name in WriteResult:
             field = "written" if name is WriteResult.STORED else name.value
             self._counters.add(f"{field}_blocks", results.count(name))
@@ -404,6 +427,7 @@ class KVCache:
         self,
         pool: Pool,
         index: Index,
+        generation: int,
         keys: Sequence[bytes],
         parents: Sequence[bytes],
         pieces: Sequence[Pieces],
@@ -411,7 +435,7 @@ class KVCache:
         results: list[WriteResult],
         deadline: float,
     ) -> None:
-        places = index.lookup(pool.geometry, [*keys, parents[0]])
+        places = index.lookup(pool.geometry, keys)
         missing: dict[bytes, int] = {}
         for i, key in enumerate(keys):
             if places[i] is not None or key not in mine or key in missing:
@@ -422,13 +446,9 @@ class KVCache:
         self.touch(pool, [k for k, r in zip(keys, results, strict=True) if r is present])
         if not missing:
             return
-        generation = self._next_generation()
-        slots = pool.make_room(len(missing), generation, index, self._evictor, deadline)
+        parent = parents[next(iter(missing.values()))]
+        slots = pool.make_room(len(missing), generation, parent, index, self._evictor, deadline)
         try:
-            if places[-1] is not None and index.lookup(pool.geometry, [parents[0]]) == [None]:
-                # Room was made at the expense of these blocks' own prefix: no hit could use them.
-                pool.store.slots.release([(slot, generation) for slot in slots], dirty=True)
-                return
             todo = list(missing.values())[: len(slots)]
             items = [
                 WriteItem(keys[i], parents[i], Placement(s.segment, s.slot, generation), pieces[i])
@@ -512,13 +532,15 @@ class KVCache:
                     continue
                 if wanted is not None and geometry.unit not in wanted:
                     continue
-                freed = index.clear(geometry, self.options.write_timeout_s)
-                for pool in self._attached():
-                    pool.take_back(freed)
+                timeout_s = self.options.write_timeout_s
+                freed = index.clear(geometry, timeout_s)
                 removed += len(freed)
-            self._counters.removals += removed
-            for pool in self._attached():
-                pool.give_up_empty(keep=0)
+                self._counters.removals += len(freed)
+                pool = self._pools.get(geometry.id)
+                if pool is not None:
+                    pool.take_back(freed)
+                    pool.give_up_empty(index, timeout_s)
+                self._evictor.remove_orphans(index, geometry, time.monotonic() + timeout_s)
         return removed
 
     # -- condition --------------------------------------------------------------------------
@@ -551,9 +573,7 @@ class KVCache:
         self._writers.close()
         for pool in self._attached():
             pool.store.close()
-        for index in [*self._lost, *([] if self._index is None else [self._index])]:
-            index.close()
-        self._index, self._lost = None, []
+        self._keeper.close()
 
     def __enter__(self) -> KVCache:
         return self
@@ -569,20 +589,21 @@ class KVCache:
 
     def maintain(self) -> None:
         """What the upkeep thread does every second: touches, freed slots, a lost index."""
-        if self._index is None:
-            self._open_index()
-        with self._lock:
-            touches, self._touches = self._touches, []
-        timeout_s = self.options.lookup_timeout_s
-        with self._index_or_none() as index:
-            if index is None or self.options.read_only:
-                return
-            for unit, chain in touches:
-                index.touch(unit, chain, timeout_s)
-            for pool in self._attached():
-                if pool.writer:
-                    pool.maintain(index, timeout_s)
-            self._evictor.relieve()
+        with self._maintaining:
+            self._keeper.ensure()
+            with self._lock:
+                touches, self._touches = self._touches, []
+            timeout_s = self.options.lookup_timeout_s
+            with self._index_or_none() as index:
+                if index is None or self.options.read_only:
+                    return
+                for unit, chain in touches:
+                    index.touch(unit, chain, timeout_s)
+                for pool in self._attached():
+                    if pool.writer:
+                        pool.maintain(index, timeout_s)
+                self._evictor.relieve(index, timeout_s)
+                index.upkeep()
 
     def _upkeep_loop(self) -> None:
         while not self._stop.wait(_UPKEEP_EVERY_S):
@@ -591,36 +612,21 @@ class KVCache:
             except Exception:
                 logger.exception("Upkeep of %s failed; it goes on", self.root)
 
-    def _open_index(self) -> None:
-        try:
-            index = open_index(
-                self.root,
-                self.stores,
-                read_only=self.options.read_only,
-                timeout_s=_OPEN_TIMEOUT_S,
-            )
-        except IndexUnavailableError as error:
-            logger.error("No index, so everything misses for now: %s", error)
-            return
-        with self._index_or_none(index):
-            for pool in self._attached():
-                pool.adopt(index, time.monotonic() + _ADOPT_TIMEOUT_S, now=True)
-        self._index = index
+    def _open_index(self) -> Index:
+        read_only = self.options.read_only
+        if not read_only:
+            self.root.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+        return open_index(self.root, self.stores, read_only=read_only, timeout_s=_OPEN_TIMEOUT_S)
 
-    @contextlib.contextmanager
-    def _index_or_none(self, index: Index | None = None) -> Iterator[Index | None]:
+    def _settle(self, index: Index) -> None:
+        for pool in self._attached():
+            if pool.writer:
+                pool.adopt(index, time.monotonic() + _ADOPT_TIMEOUT_S, now=True)
+                pool.reconcile(index, _ADOPT_TIMEOUT_S)
+
+    def _index_or_none(self) -> contextlib.AbstractContextManager[Index | None]:
         """The index, or None when it or the store cannot be used; swallows its failures."""
-        index = None if self._hangs() else index or self._index
-        try:
-            yield index
-        except IndexDamagedError as error:
-            with self._lock:
-                if self._index is index and index is not None:
-                    logger.error("The index is lost and will be rebuilt: %s", error)
-                    self._index = None
-                    self._lost.append(index)  # other threads may still be reading it
-        except IndexUnavailableError as error:
-            logger.warning("The index does not answer: %s", error)
+        return self._keeper.guarded(None if self._hangs() else self._keeper.index)
 
     def _hangs(self) -> bool:
         """Whether an I/O has not come back for longer than any deadline; logged as it changes."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dualpath_sglang.evictor import Evictor
 from dualpath_sglang.index import Freed, Index, Record
 from dualpath_storage import (
+    NO_PARENT,
     BlockStore,
     Geometry,
     Header,
@@ -28,6 +29,7 @@ _EVICT_ROUNDS = 32
 _ROUNDS_BEFORE_RECLAIM = 4
 _VERIFY_BYTES = 32 << 20
 _ADOPT_EVERY_S = 5.0
+_CLEAN_BATCH = 256
 
 
 class Pool:
@@ -43,7 +45,9 @@ class Pool:
         self.writer = writer
         self._adopted_at = float("-inf")
         self._writing: set[bytes] = set()
+        self._generations: set[int] = set()
         self._lock = threading.Lock()
+        self._upkeep = threading.Lock()
 
     @property
     def geometry(self) -> Geometry:
@@ -53,15 +57,23 @@ class Pool:
     # -- room -------------------------------------------------------------------------------
 
     def make_room(
-        self, count: int, generation: int, index: Index, evictor: Evictor, deadline: float
+        self,
+        count: int,
+        generation: int,
+        parent: bytes,
+        index: Index,
+        evictor: Evictor,
+        deadline: float,
     ) -> list[Slot]:
         """Up to ``count`` slots: free ones, then of a new segment, then by eviction.
 
-        Fewer when the capacity does not hold more, or the deadline is near.
+        Fewer when the capacity does not hold more, or the deadline is near. Nothing is evicted
+        for blocks whose ``parent`` is known and absent, nor the parent itself: no hit could use
+        them, and a chain longer than the capacity would push out its own head.
         """
         slots = self.store.slots.take(count, generation)
         try:
-            self._fill(slots, count, generation, index, evictor, deadline)
+            self._fill(slots, count, generation, parent, index, evictor, deadline)
         except BaseException:
             self.store.slots.release([(slot, generation) for slot in slots], dirty=True)
             raise
@@ -72,40 +84,51 @@ class Pool:
         slots: list[Slot],
         count: int,
         generation: int,
+        parent: bytes,
         index: Index,
         evictor: Evictor,
         deadline: float,
     ) -> None:
         table = self.store.slots
+        keep = None if parent == NO_PARENT else (self.geometry.unit, parent)
         fruitless = 0
         for _ in range(_EVICT_ROUNDS):
             if len(slots) == count or time.monotonic() >= deadline:
                 break
-            if self.adopt(index, deadline) or self.store.add_segment(
+            if self.adopt(index, deadline) or self.store.files.add(
                 max(0.0, deadline - time.monotonic())
             ):
                 slots += table.take(count - len(slots), generation)
                 continue
-            evictor.evict(index, (count - len(slots)) * self.geometry.slot_bytes, deadline)
+            if keep is not None and not index.present(*keep):
+                break
+            if table.owned():  # else nothing that is evicted could be of use here
+                need_bytes = (count - len(slots)) * self.geometry.slot_bytes
+                evictor.evict(index, need_bytes, deadline, keep=keep)
             more = table.take(count - len(slots), generation)
             slots += more
             fruitless = 0 if more else fruitless + 1
-            if fruitless >= _ROUNDS_BEFORE_RECLAIM and not evictor.reclaim(
-                index, self.geometry, deadline
-            ):
+            if table.owned() and fruitless < _ROUNDS_BEFORE_RECLAIM:
+                continue
+            if not evictor.reclaim(index, self.geometry, table.owned(), deadline, keep=keep):
                 break
 
     @contextmanager
-    def claim(self, keys: Sequence[bytes]) -> Iterator[set[bytes]]:
-        """The keys that no other thread of this process is writing now, for the caller to write."""
+    def claim(self, keys: Sequence[bytes], generation: int) -> Iterator[set[bytes]]:
+        """The keys that no other thread of this process is writing now, for the caller to write.
+
+        Slots taken for ``generation`` count as being written until the end of the context.
+        """
         with self._lock:
             mine = set(keys) - self._writing
             self._writing |= mine
+            self._generations.add(generation)
         try:
             yield mine
         finally:
             with self._lock:
                 self._writing -= mine
+                self._generations.discard(generation)
 
     def take_back(self, freed: Sequence[Freed]) -> None:
         """Note freed slots of own segments as reusable."""
@@ -113,6 +136,10 @@ class Pool:
         for row in freed:
             if row.geometry_id == mine:
                 self.store.slots.free(row.slot, row.generation, dirty=True)
+
+    def retire(self, segment: int) -> None:
+        """Write no more to a segment, so that it can be given up."""
+        self.store.slots.retire(segment)
 
     # -- upkeep -----------------------------------------------------------------------------
 
@@ -122,38 +149,91 @@ class Pool:
         Raises:
             IndexUnavailableError: the index cannot answer now.
         """
-        gone = self.store.unlinked_segments()
-        if gone:
-            logger.warning("%d segments of %s were removed", len(gone), self.store.directory)
-            for number in gone:
-                self.store.drop_segment(number, unlink=False)
-            index.forget_freed(index.drop_segments(self.geometry, gone, timeout_s), timeout_s)
-        self.store.forget_unlinked()
-        freed = index.freed(self.geometry, self.store.slots.owned())
-        self.take_back(freed)
-        self.clean(index, timeout_s)
-        index.forget_freed(freed, timeout_s)  # also those of slots that hold newer blocks by now
+        with self._upkeep:
+            gone = self.store.files.drop_lost()
+            if gone:
+                logger.warning("%d segments of %s were lost", len(gone), self.store.directory)
+                index.drop_segments(self.geometry, gone, timeout_s)
+                index.forget_segments(self.geometry.id_bytes, gone, timeout_s)
+            self.store.files.forget_unlinked()
+            owned = set(self.store.slots.owned())
+            wanted = owned.intersection(index.wanted(self.geometry))
+            for number in wanted:
+                self.store.slots.retire(number)
+            freed = index.freed(self.geometry, owned)
+            self.take_back(freed)
+            failed = self._clean(timeout_s)
+            # Also those of slots that hold newer blocks by now.
+            index.forget_freed([row for row in freed if row.slot not in failed], timeout_s)
+            self.give_up_empty(index, timeout_s, retired=True)
+            for number in wanted.intersection(self.store.slots.retired()):
+                # Blocks that were being written when others asked for the segment.
+                self.take_back(index.evict_segment(self.geometry.id_bytes, number, timeout_s))
 
-    def clean(self, index: Index, timeout_s: float) -> None:
-        """Blank the headers of freed slots, so that a rescan agrees with the index."""
-        dirty = self.store.slots.take_dirty()
-        if not dirty:
-            return
-        done = set(self.store.invalidate([slot for slot, _ in dirty], time.monotonic() + timeout_s))
-        index.forget_freed(
-            [Freed(self.geometry.id_bytes, s, g) for s, g in dirty if s in done], timeout_s
-        )
-        self.store.slots.release([d for d in dirty if d[0] in done], dirty=False)
-        self.store.slots.release([d for d in dirty if d[0] not in done], dirty=True)
+    def _clean(self, timeout_s: float) -> set[Slot]:
+        """Blank the headers of freed slots, so that a rescan agrees; those it could not blank.
 
-    def give_up_empty(self, keep: int) -> int:
-        """Remove owned segments that hold no block, all but ``keep``; how many went."""
-        empty = self.store.slots.take_empty()
-        for number in empty[keep:]:
-            self.store.drop_segment(number, unlink=True)
-        for number in empty[:keep]:
-            self.store.own(number, {})
-        return len(empty[keep:])
+        A few at a time: a slot that is being cleaned is of no use to a writer.
+        """
+        deadline = time.monotonic() + timeout_s
+        table = self.store.slots
+        while dirty := table.begin_cleaning(_CLEAN_BATCH):
+            done: set[Slot] = set()
+            try:
+                done.update(self.store.invalidate(dirty, deadline))
+            finally:
+                failed = set(dirty) - done
+                table.end_cleaning(done, dirty=False)
+                table.end_cleaning(failed, dirty=True)
+            if failed:
+                return table.dirty()
+        return set()
+
+    def reconcile(self, index: Index, timeout_s: float) -> None:
+        """Agree with an index that was rebuilt while this process was writing.
+
+        Raises:
+            IndexUnavailableError: the index cannot answer now.
+        """
+        with self._lock:
+            writing = set(self._generations)
+        before = self.store.slots.taken()
+        owned = set(self.store.slots.owned())
+        known = {
+            Slot(e.placement.segment, e.placement.slot): e
+            for e in index.entries(self.geometry)
+            if e.placement.segment in owned
+        }
+        taken = self.store.slots.taken()
+        stale = [
+            (e.key, e.placement.generation)
+            for slot, e in known.items()
+            if taken.get(slot) != e.placement.generation
+        ]
+        index.forget_freed(index.remove(self.geometry, stale, timeout_s), timeout_s)
+        for slot, generation in before.items():
+            indexed = slot in known and known[slot].placement.generation == generation
+            if not indexed and generation not in writing:
+                self.store.slots.free(slot, generation, dirty=True)
+
+    def give_up_empty(
+        self, index: Index, timeout_s: float, *, retired: bool = False, keep: int = 0
+    ) -> int:
+        """Remove owned segments that hold no block; how many went.
+
+        Args:
+            retired: only those that others want.
+            keep: leave this many.
+
+        Raises:
+            IndexUnavailableError: the index cannot answer now; the files are gone all the same.
+        """
+        empty = self.store.slots.take_empty(retired=retired, keep=keep)
+        for number in empty:
+            self.store.files.drop(number, unlink=True)
+        if empty:
+            index.forget_segments(self.geometry.id_bytes, empty, timeout_s)
+        return len(empty)
 
     # -- segments whose writer died ---------------------------------------------------------
 
@@ -168,23 +248,29 @@ class Pool:
         if not self.writer or (time.monotonic() - self._adopted_at < _ADOPT_EVERY_S and not now):
             return 0
         self._adopted_at = time.monotonic()
-        numbers = self.store.lock_orphans()
+        numbers = self.store.files.lock_orphans()
         if not numbers:
             return 0
         try:
-            taken = self._recover(index, numbers, deadline)
+            taken, dirty = self._recover(index, numbers, deadline)
         except BaseException:
             for number in numbers:
-                self.store.unlock(number)
+                self.store.files.unlock(number)
             raise
         for number in numbers:
-            self.store.own(number, taken[number])
+            left = [slot.slot for slot in dirty if slot.segment == number]
+            self.store.files.own(number, taken[number], left)
         return len(numbers)
 
     def _recover(
         self, index: Index, numbers: Sequence[int], deadline: float
-    ) -> dict[int, dict[int, int]]:
-        """Generations by slot of the blocks in these segments, index and store agreed."""
+    ) -> tuple[dict[int, dict[int, int]], set[Slot]]:
+        """Make index and store agree about these segments.
+
+        Returns:
+            Generations of the blocks in them by segment and slot, and the free slots in which a
+            valid header may still stand.
+        """
         taken: dict[int, dict[int, int]] = {number: {} for number in numbers}
         for entry in index.entries(self.geometry):
             place = entry.placement
@@ -194,7 +280,9 @@ class Pool:
         released = {(f.slot, f.generation) for f in freed}
         stale: list[Slot] = []
         unpublished: list[tuple[Slot, Header]] = []
-        for slot, header in self.store.scan(numbers, skip=lambda seg, n: n in taken[seg]):
+        for slot, header in self.store.scan(
+            numbers, skip=lambda seg, n: n in taken[seg], unread=stale
+        ):
             if (slot, header.generation) in released:
                 stale.append(slot)
             else:
@@ -204,9 +292,15 @@ class Pool:
                 taken[slot.segment][slot.slot] = header.generation
             else:
                 stale.append(slot)
-        self.store.invalidate(stale, deadline)
-        index.forget_freed(freed, max(0.1, deadline - time.monotonic()))
-        return taken
+        dirty = set(stale) - set(self.store.invalidate(stale, deadline))
+        # What was freed after the entries were read is still in `taken`: upkeep takes it back.
+        settled = [
+            f
+            for f in freed
+            if taken[f.slot.segment].get(f.slot.slot) != f.generation and f.slot not in dirty
+        ]
+        index.forget_freed(settled, max(0.1, deadline - time.monotonic()))
+        return taken, dirty
 
     def _publish_whole(
         self, index: Index, found: Sequence[tuple[Slot, Header]], deadline: float

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from dualpath_sglang.audit import Audit, Damage, publish_missing
+from dualpath_sglang.audit import Audit, Damage
 from dualpath_sglang.cli.shared import (
     EXIT_DAMAGE,
     REASONS,
@@ -60,7 +60,8 @@ def verify(
     began = time.monotonic()
     with opened(configuration(root, config_file), write=repair, verbose=verbose) as cache:
         if repair:
-            _adopt(cache, cache.geometries())
+            for geometry in cache.geometries():
+                cache.attach(geometry)  # takes the segments of dead writers, and settles them
         audit = Audit(cache)
         damages = []
         with _progress(audit) as advance:
@@ -90,12 +91,6 @@ def verify(
         raise typer.Exit(EXIT_DAMAGE)
 
 
-def _adopt(cache: KVCache, geometries: list[Geometry]) -> None:
-    """Take the segments of dead writers, which settles every slot of theirs."""
-    for geometry in geometries:
-        cache.attach(geometry)
-
-
 @contextmanager
 def _progress(audit: Audit) -> Iterator[Any]:
     """A bar on the terminal, nothing in a pipe; yields what to call as the tally changes."""
@@ -107,7 +102,11 @@ def _progress(audit: Audit) -> Iterator[Any]:
         TextColumn("blocks, {task.fields[read]}, {task.fields[bad]} damaged"),
     )
     with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
+        *columns,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        redirect_stdout=sys.stdout.isatty(),  # else what is printed would not reach the pipe
     ) as bar:
         task = bar.add_task("checking", total=None, read="0 B", bad=0)
 
@@ -189,7 +188,10 @@ def scan(
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Make the index anew from what stands in the segments. Servers go on, and take it up."""
+    """Make the index anew from what stands in the segments. Servers go on, and take it up.
+
+    What they store meanwhile is forgotten, and stored again when it is next computed.
+    """
     began = time.monotonic()
     config = configuration(root, config_file)
     with opened(config, write=False, verbose=verbose) as cache:
@@ -198,10 +200,8 @@ def scan(
         with file_lock(cache.root / ".open", _OPEN_LOCK_S) as held:
             if not held:
                 raise StoreError("Another process is opening the index; try again")
-            found = rebuild(cache.root, cache.stores())
-    with opened(config, write=True, verbose=verbose) as cache:
-        # What running servers stored during the scan stood in the old index alone.
-        late = publish_missing(cache)
+            rebuild(cache.root, cache.stores())
+    with opened(config, write=False, verbose=verbose) as cache:
         counts = cache.index.counts()
         geometries: list[dict[str, Any]] = [
             {"id": g.id, "model": g.model, "pool": g.pool, "blocks": counts.get(g.id_bytes, 0)}
@@ -214,8 +214,6 @@ def scan(
             {
                 "root": str(cache.root),
                 "blocks": total,
-                "found_blocks": found,
-                "found_later_blocks": late,
                 "geometries": geometries,
                 "seconds": round(seconds, 3),
             }
@@ -272,7 +270,6 @@ def clear(
             say("Nothing was removed.")
             raise typer.Exit(0)
     with opened(config, write=True, verbose=verbose) as cache:
-        _adopt(cache, chosen)
         removed = cache.clear(namespace=namespace, units={g.unit for g in chosen})
         left = cache.index.counts()
         still = sum(left.get(g.id_bytes, 0) for g in chosen)

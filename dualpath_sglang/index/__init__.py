@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from dualpath_sglang.index.base import Entry, Freed, Index, IndexUnavailableError, Record
+from dualpath_sglang.index.base import (
+    Entry,
+    Freed,
+    Index,
+    IndexDamagedError,
+    IndexUnavailableError,
+    Record,
+)
 from dualpath_sglang.index.embedded import EmbeddedIndex
 
-__all__ = ["EmbeddedIndex", "Entry", "Freed", "Index", "IndexUnavailableError", "Record"]
+__all__ = [
+    "EmbeddedIndex",
+    "Entry",
+    "Freed",
+    "Index",
+    "IndexDamagedError",
+    "IndexUnavailableError",
+    "Record",
+]

@@ -47,10 +47,18 @@ class IndexUnavailableError(Exception):
     """The index cannot answer now; the caller says miss, and tries again at its next call."""
 
 
+class IndexDamagedError(IndexUnavailableError):
+    """The index is gone, cut short or not an index: it must be rebuilt from the store."""
+
+
 class Index(Protocol):
     """One interface for all implementations. All may raise :class:`IndexUnavailableError`."""
 
     name: str
+
+    def present(self, unit: bytes, key: bytes) -> bool:
+        """Whether any block of a unit is there."""
+        ...
 
     def lookup(self, geometry: Geometry, keys: Sequence[bytes]) -> list[Placement | None]:
         """Placements of the keys, None for those that are absent. One round trip."""
@@ -82,13 +90,16 @@ class Index(Protocol):
         need_bytes: int,
         timeout_s: float,
         *,
-        keep: Collection[bytes] = (),
+        keep: tuple[bytes, bytes] | None = None,
+        promised: Collection[bytes] = (),
     ) -> list[Freed]:
         """Take out least recently used units, leaves first, until ``need_bytes`` are free.
 
         Args:
             size: slot bytes by geometry id (16 bytes); unknown ones count as nothing.
-            keep: units (unit and key) that must stay, and so their ancestors.
+            keep: (unit, key) for whose children room is made: it and its ancestors stay, and
+                nothing is taken out when it is not there itself.
+            promised: names (unit and key) of units that stay, and so their ancestors.
         """
         ...
 
@@ -98,12 +109,27 @@ class Index(Protocol):
         segment: int,
         timeout_s: float,
         *,
-        keep: Collection[bytes] = (),
+        promised: Collection[bytes] = (),
     ) -> list[Freed]:
         """Take out every unit with a block in a segment, and all that descends from it.
 
-        Nothing at all when one of them is in ``keep``.
+        Asks the segment's owner to give the file up, see :meth:`wanted`. Does nothing at all when
+        one of the units is ``promised``.
         """
+        ...
+
+    def wanted(self, geometry: Geometry) -> list[int]:
+        """Segments that their owner should give up, for others to have the room."""
+        ...
+
+    def forget_segments(
+        self, geometry_id: bytes, segments: Iterable[int], timeout_s: float
+    ) -> None:
+        """These files are gone: nobody will ask for their freed slots again."""
+        ...
+
+    def chain_segments(self, unit: bytes, key: bytes) -> set[tuple[bytes, int]]:
+        """(Geometry id, segment) of every block of a unit and its ancestors."""
         ...
 
     def segment_uses(self) -> dict[tuple[bytes, int], int]:
@@ -134,6 +160,10 @@ class Index(Protocol):
 
     def counts(self) -> dict[bytes, int]:
         """Blocks by geometry id."""
+        ...
+
+    def upkeep(self) -> None:
+        """Whatever should be done every few seconds."""
         ...
 
     def close(self) -> None:

@@ -8,6 +8,7 @@
 | ``children`` | unit, parent (32), child (32) | - |
 | ``freed`` | geometry id, segment u32 BE, slot u32 BE | generation u64 |
 | ``meta`` | name | format version, boot id, whether it was closed cleanly |
+| ``meta`` | ``wanted``, geometry id, segment u32 BE, 0 u32 | - |
 
 ``lru`` holds the leaves alone, those units of which no child is present, in order of use: what
 goes first is its first row. A unit enters it when its last child goes, as recently used as that
@@ -22,20 +23,23 @@ boot id, not closed cleanly) the file is thrown away and rebuilt from the store.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import struct
-import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import cast
 
 import lmdb
 
-from dualpath_sglang.index.base import Entry, Freed, IndexUnavailableError, Record
+from dualpath_sglang.index.base import (
+    Entry,
+    Freed,
+    IndexDamagedError,
+    IndexUnavailableError,
+    Record,
+)
+from dualpath_sglang.index.environment import Environment
 from dualpath_storage import NO_PARENT, Geometry, Placement, Slot
-from dualpath_storage.space import acquire
 
 FORMAT = b"1"
 TABLES = ("blocks", "units", "lru", "children", "freed", "meta")
@@ -45,12 +49,9 @@ _UNIT = struct.Struct("<Q32s")
 _TICK = struct.Struct(">Q")
 _FREED = struct.Struct(">16sII")
 _GENERATION = struct.Struct("<Q")
-_MAP_BYTES = 64 << 30  # address space, not disk: the file grows as it is written
 _BATCH = 4096  # rows changed in one transaction at the most
-
-
-class IndexDamagedError(IndexUnavailableError):
-    """The file is gone, cut short or not an index: it must be rebuilt from the store."""
+_GUARD_EVERY = 1024  # rows read between two looks at the file
+_WANTED = b"wanted"
 
 
 def boot_id() -> bytes:
@@ -61,79 +62,13 @@ def boot_id() -> bytes:
         return b""
 
 
-class _Environment:
-    """The open file. LMDB allows one a process and file, so all indexes of a path share it."""
-
-    _open: ClassVar[dict[str, _Environment]] = {}
-    _open_lock: ClassVar[threading.Lock] = threading.Lock()
-
-    def __init__(self, path: Path, read_only: bool) -> None:
-        self.users = 0
-        self.mutex = threading.Lock()
-        self.lock_fd = -1
-        self.env = lmdb.open(
-            str(path),
-            map_size=_MAP_BYTES,
-            subdir=False,
-            readonly=read_only,
-            create=not read_only,
-            sync=False,
-            metasync=False,
-            max_dbs=len(TABLES),
-            max_readers=1024,
-            lock=not read_only or os.access(path.parent, os.W_OK),
-        )
-        try:
-            self.env.reader_check()
-            self.tables = {
-                name: self.env.open_db(name.encode(), create=not read_only) for name in TABLES
-            }
-            stat = path.stat()
-            self.identity = (stat.st_dev, stat.st_ino)
-            if not read_only:
-                self.lock_fd = os.open(
-                    f"{path}-writer", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
-                )
-        except BaseException:
-            self.env.close()
-            raise
-
-    @classmethod
-    def share(cls, path: Path, read_only: bool) -> _Environment:
-        with cls._open_lock:
-            name = str(path.resolve())
-            shared = cls._open.get(name)
-            if shared is None or shared.replaced(path):
-                shared = cls._open[name] = cls(path, read_only)
-            shared.users += 1
-            return shared
-
-    def replaced(self, path: Path) -> bool:
-        """Whether another file has this one's name by now."""
-        try:
-            stat = path.stat()
-        except OSError:
-            return True
-        return (stat.st_dev, stat.st_ino) != self.identity
-
-    def release(self) -> None:
-        with self._open_lock:
-            self.users -= 1
-            if self.users:
-                return
-            for name in [n for n, shared in self._open.items() if shared is self]:
-                del self._open[name]
-            if self.lock_fd >= 0:
-                os.close(self.lock_fd)
-            self.env.close()
-
-
 class EmbeddedIndex:
     """See :class:`dualpath_sglang.index.base.Index`.
 
     Args:
         path: the file; created when missing.
         read_only: never write; the file must exist.
+        timeout_s: how long to wait for a turn to write what a new file begins with.
 
     Raises:
         IndexDamagedError: the file is no usable index.
@@ -142,19 +77,11 @@ class EmbeddedIndex:
 
     name = "embedded"
 
-    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+    def __init__(self, path: Path, *, read_only: bool = False, timeout_s: float = 5.0) -> None:
         self.path = path
         self._read_only = read_only
-        try:
-            self._shared = _Environment.share(path, read_only)
-        except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
-            raise IndexDamagedError(f"{path} is no index: {error}") from error
-        except (lmdb.PageNotFoundError, lmdb.NotFoundError, lmdb.PanicError) as error:
-            raise IndexDamagedError(f"{path} is damaged: {error}") from error
-        except (lmdb.Error, OSError) as error:
-            raise IndexUnavailableError(f"{path} cannot be opened: {error}") from error
-        self._env = self._shared.env
-        tables = self._shared.tables
+        self._env = Environment.share(path, TABLES, read_only, timeout_s)
+        tables = self._env.tables
         self._blocks, self._units, self._lru = tables["blocks"], tables["units"], tables["lru"]
         self._children, self._freed, self._meta = (
             tables["children"],
@@ -162,18 +89,18 @@ class EmbeddedIndex:
             tables["meta"],
         )
         try:
-            self._check_meta()
-        except IndexUnavailableError:
-            self._shared.release()
+            self._check_meta(timeout_s)
+        except BaseException:
+            self._env.release()
             raise
 
-    def _check_meta(self) -> None:
-        with self._read() as txn:
+    def _check_meta(self, timeout_s: float) -> None:
+        with self._env.read() as txn:
             version, boot, clean = (
                 txn.get(n, db=self._meta) for n in (b"format", b"boot", b"clean")
             )
         if version is None and not self._read_only:
-            with self._write(5.0) as txn:
+            with self._env.write(timeout_s) as txn:
                 txn.put(b"format", FORMAT, db=self._meta)
                 txn.put(b"boot", boot_id(), db=self._meta)
             return
@@ -183,72 +110,36 @@ class EmbeddedIndex:
             if clean != b"1":
                 raise IndexDamagedError(f"{self.path} was in use when the machine went down")
             if not self._read_only:
-                with self._write(5.0) as txn:
+                with self._write(timeout_s) as txn:
                     txn.put(b"boot", boot_id(), db=self._meta)
-
-    # -- transactions -----------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _read(self) -> Iterator[lmdb.Transaction]:
-        self._guard()
-        try:
-            with self._env.begin() as txn:
-                yield txn
-        except (lmdb.CorruptedError, lmdb.PageNotFoundError) as error:
-            raise IndexDamagedError(f"{self.path} is damaged: {error}") from error
-        except (lmdb.Error, struct.error) as error:
-            raise IndexUnavailableError(f"{self.path}: {error}") from error
 
     @contextlib.contextmanager
     def _write(self, timeout_s: float) -> Iterator[lmdb.Transaction]:
-        if self._read_only:
-            raise IndexUnavailableError(f"{self.path} is open for reading only")
-        self._guard()
-        end = time.monotonic() + timeout_s
-        if not self._shared.mutex.acquire(timeout=max(0.0, timeout_s)):
-            raise IndexUnavailableError(f"{self.path}: no turn to write within {timeout_s:.1f} s")
-        try:
-            if not acquire(self._shared.lock_fd, end - time.monotonic()):
-                raise IndexUnavailableError(
-                    f"{self.path}: no turn to write within {timeout_s:.1f} s"
-                )
-            try:
-                with self._env.begin(write=True) as txn:
-                    if txn.get(b"clean", db=self._meta) == b"1":
-                        txn.put(b"clean", b"0", db=self._meta)
-                    yield txn
-            finally:
-                _unlock(self._shared.lock_fd)
-        except (lmdb.CorruptedError, lmdb.PageNotFoundError) as error:
-            raise IndexDamagedError(f"{self.path} is damaged: {error}") from error
-        except (lmdb.Error, struct.error, OSError) as error:
-            raise IndexUnavailableError(f"{self.path}: {error}") from error
-        finally:
-            self._shared.mutex.release()
-
-    def _guard(self) -> None:
-        """Notice a removed, replaced or shortened file before its memory map is touched."""
-        try:
-            stat = self.path.stat()
-            last_page = self._env.info()["last_pgno"]
-        except (OSError, lmdb.Error) as error:
-            raise IndexDamagedError(f"{self.path} is gone: {error}") from error
-        if (stat.st_dev, stat.st_ino) != self._shared.identity:
-            raise IndexDamagedError(f"{self.path} was replaced")
-        if stat.st_size < 2 * 4096 or stat.st_size < last_page * 4096:
-            raise IndexDamagedError(f"{self.path} was cut short")
+        with self._env.write(timeout_s) as txn:
+            was_clean = txn.get(b"clean", db=self._meta) == b"1"
+            if was_clean:
+                txn.put(b"clean", b"0", db=self._meta)
+            yield txn
+        if was_clean:
+            # Before later commits reuse pages of the last durable one: a crash of the machine
+            # must never leave a file that is half of each and calls itself clean.
+            self._env.sync()
 
     # -- reading ----------------------------------------------------------------------------
 
     def lookup(self, geometry: Geometry, keys: Sequence[bytes]) -> list[Placement | None]:
         unit, suffix, unpack = geometry.unit, geometry.id_bytes, _BLOCK.unpack
-        with self._read() as txn:
+        with self._env.read() as txn:
             rows = [txn.get(unit + key + suffix, db=self._blocks) for key in keys]
-        return [None if row is None else Placement(*unpack(row)) for row in rows]
+            return [None if row is None else Placement(*unpack(row)) for row in rows]
+
+    def present(self, unit: bytes, key: bytes) -> bool:
+        with self._env.read() as txn:
+            return txn.get(unit + key, db=self._units) is not None
 
     def prefix(self, geometry: Geometry, keys: Sequence[bytes]) -> int:
         unit, suffix, blocks = geometry.unit, geometry.id_bytes, self._blocks
-        with self._read() as txn:
+        with self._env.read() as txn:
             get = txn.get
             for i, key in enumerate(keys):
                 if get(unit + key + suffix, db=blocks) is None:
@@ -256,8 +147,10 @@ class EmbeddedIndex:
         return len(keys)
 
     def entries(self, geometry: Geometry | None = None) -> Iterator[Entry]:
-        with self._read() as txn:
-            for name, value in _rows(txn, self._blocks):
+        with self._env.read() as txn:
+            for i, (name, value) in enumerate(_rows(txn, self._blocks)):
+                if i % _GUARD_EVERY == 0:
+                    self._env.guard()
                 unit, key, geometry_id = name[:8], name[8:40], name[40:]
                 if geometry is not None and geometry_id != geometry.id_bytes:
                     continue
@@ -269,14 +162,14 @@ class EmbeddedIndex:
 
     def counts(self) -> dict[bytes, int]:
         counts: dict[bytes, int] = {}
-        with self._read() as txn:
+        with self._env.read() as txn:
             for name, _ in _rows(txn, self._blocks):
                 counts[name[40:]] = counts.get(name[40:], 0) + 1
         return counts
 
     def freed(self, geometry: Geometry, segments: Iterable[int]) -> list[Freed]:
         found: list[Freed] = []
-        with self._read() as txn:
+        with self._env.read() as txn:
             if txn.stat(self._freed)["entries"] == 0:
                 return []
             for segment in segments:
@@ -292,7 +185,7 @@ class EmbeddedIndex:
         suffix = geometry.id_bytes
         results = [False] * len(records)
         with self._write(timeout_s) as txn:
-            now = _now_us() + len(records)
+            now = self._now(txn) + len(records)
             # Children first: then no parent of the chain enters the order of use only to leave it.
             for i in reversed(range(len(records))):
                 record = records[i]
@@ -312,10 +205,16 @@ class EmbeddedIndex:
 
     def touch(self, unit: bytes, chain: Sequence[bytes], timeout_s: float) -> None:
         with self._write(timeout_s) as txn:
-            now = _now_us() + len(chain)
+            now = self._now(txn) + len(chain)
             for i, key in enumerate(chain):
                 if txn.get(unit + key, db=self._units) is not None:
                     self._use(txn, unit + key, now - i)
+
+    def _now(self, txn: lmdb.Transaction) -> int:
+        """Microseconds, later than every use so far even when the clock was set back."""
+        cursor = txn.cursor(self._lru)
+        newest = _TICK.unpack(cursor.key()[:8])[0] if cursor.last() else 0
+        return max(time.time_ns() // 1000, newest + 1)
 
     def _use(
         self, txn: lmdb.Transaction, unit_key: bytes, when: int, parent: bytes = NO_PARENT
@@ -385,20 +284,23 @@ class EmbeddedIndex:
         need_bytes: int,
         timeout_s: float,
         *,
-        keep: Collection[bytes] = (),
+        keep: tuple[bytes, bytes] | None = None,
+        promised: Collection[bytes] = (),
     ) -> list[Freed]:
         freed: list[Freed] = []
         got = 0
-        begin = b""  # a parent that becomes a leaf is never older than its child was
+        kept = b"" if keep is None else keep[0] + keep[1]
         with self._write(timeout_s) as txn:
-            for _ in range(_BATCH + len(keep)):
-                oldest = next(_rows(txn, self._lru, begin=begin), None)
+            if kept and txn.get(kept, db=self._units) is None:
+                return []
+            for _ in range(_BATCH):
+                leaves = (name[8:] for name, _ in _rows(txn, self._lru))
+                oldest = next((n for n in leaves if n != kept and n not in promised), None)
                 if got >= need_bytes or oldest is None:
                     break
-                if oldest[0][8:] in keep:
-                    begin = oldest[0] + b"\0"
-                    continue
-                for row in self._free_unit(txn, oldest[0][8:]):
+                if len(oldest) != 40:
+                    raise IndexDamagedError(f"{self.path} has a malformed row")
+                for row in self._free_unit(txn, oldest):
                     freed.append(row)
                     got += size.get(row.geometry_id, 0)
         return freed
@@ -415,7 +317,7 @@ class EmbeddedIndex:
         segment: int,
         timeout_s: float,
         *,
-        keep: Collection[bytes] = (),
+        promised: Collection[bytes] = (),
     ) -> list[Freed]:
         doomed = [
             e.unit + e.key
@@ -428,9 +330,40 @@ class EmbeddedIndex:
                 children = {n[:8] + n[40:] for n, _ in _rows(txn, self._children, unit_key)}
                 doomed += children - known
                 known |= children
-            if any(unit_key in keep for unit_key in doomed):
+            if any(unit_key in promised for unit_key in doomed):
                 return []
+            txn.put(_WANTED + _FREED.pack(geometry_id, segment, 0), b"", db=self._meta)
             return [row for unit_key in reversed(doomed) for row in self._free_unit(txn, unit_key)]
+
+    def wanted(self, geometry: Geometry) -> list[int]:
+        prefix = _WANTED + geometry.id_bytes
+        with self._env.read() as txn:
+            return [
+                _FREED.unpack(name[len(_WANTED) :])[1] for name, _ in _rows(txn, self._meta, prefix)
+            ]
+
+    def forget_segments(
+        self, geometry_id: bytes, segments: Iterable[int], timeout_s: float
+    ) -> None:
+        with self._write(timeout_s) as txn:
+            for segment in segments:
+                first = _FREED.pack(geometry_id, segment, 0)
+                txn.delete(_WANTED + first, db=self._meta)
+                for name in [name for name, _ in _rows(txn, self._freed, first[:20])]:
+                    txn.delete(name, db=self._freed)
+
+    def chain_segments(self, unit: bytes, key: bytes) -> set[tuple[bytes, int]]:
+        found: set[tuple[bytes, int]] = set()
+        seen: set[bytes] = set()
+        with self._env.read() as txn:
+            while key not in seen:
+                seen.add(key)
+                for name, value in _rows(txn, self._blocks, unit + key):
+                    found.add((name[40:], _BLOCK.unpack(value)[0]))
+                row = txn.get(unit + key, db=self._units)
+                if row is not None:
+                    key = _UNIT.unpack(row)[1]
+        return found
 
     def segment_uses(self) -> dict[tuple[bytes, int], int]:
         uses: dict[tuple[bytes, int], int] = {}
@@ -473,48 +406,58 @@ class EmbeddedIndex:
 
     # -- housekeeping -----------------------------------------------------------------------
 
+    def upkeep(self) -> None:
+        self._env.reap_readers()
+
     def check(self) -> None:
-        """Walk every row.
+        """Walk every page and every row.
 
         Raises:
-            IndexDamagedError: a row cannot be read or contradicts another table.
+            IndexDamagedError: one cannot be read or contradicts another.
         """
-        try:
-            with self._read() as txn:
-                for name, value in _rows(txn, self._blocks):
-                    if len(name) != 56 or len(value) != _BLOCK.size:
-                        raise IndexDamagedError(f"{self.path} has a malformed block row")
-                    if txn.get(name[:40], db=self._units) is None:
-                        raise IndexDamagedError(f"{self.path} has a block without its unit")
-                leaves = 0
-                for name, value in _rows(txn, self._units):
-                    used = _TICK.pack(_UNIT.unpack(value)[0])
-                    listed = txn.get(used + name, db=self._lru) is not None
-                    if listed != self._is_leaf(txn, name):
-                        raise IndexDamagedError(f"{self.path} has a wrong order of use")
-                    leaves += listed
-                if leaves != sum(1 for _ in _rows(txn, self._lru)):
-                    raise IndexDamagedError(f"{self.path} has a stray row in the order of use")
-        except IndexDamagedError:
-            raise
-        except IndexUnavailableError as error:
-            raise IndexDamagedError(str(error)) from error
+        self._env.copy_structure()
+        with self._env.read() as txn:
+            for name, value in _rows(txn, self._blocks):
+                self._require(len(name) == 56 and len(value) == _BLOCK.size, "malformed block row")
+                unit = txn.get(name[:40], db=self._units)
+                self._require(unit is not None, "block without its unit")
+            leaves = 0
+            for name, value in _rows(txn, self._units):
+                self._require(len(name) == 40, "malformed unit row")
+                used = _TICK.pack(_UNIT.unpack(value)[0])
+                listed = txn.get(used + name, db=self._lru) is not None
+                self._require(listed == self._is_leaf(txn, name), "wrong order of use")
+                leaves += listed
+            listed_leaves = sum(1 for _ in _rows(txn, self._lru))
+            self._require(leaves == listed_leaves, "stray row in the order of use")
+            for name, _ in _rows(txn, self._children):
+                self._require(len(name) == 72, "malformed child row")
+                child = txn.get(name[:8] + name[40:], db=self._units)
+                self._require(
+                    child is not None and _UNIT.unpack(child)[1] == name[8:40], "stray child row"
+                )
+            for name, value in _rows(txn, self._freed):
+                _freed_row(name, value)
+
+    def _require(self, condition: bool, what: str) -> None:
+        if not condition:
+            raise IndexDamagedError(f"{self.path} has a {what}")
 
     def close(self) -> None:
         if not self._read_only:
-            with contextlib.suppress(IndexUnavailableError), self._write(1.0) as txn:
-                txn.put(b"clean", b"1", db=self._meta)
-            with contextlib.suppress(lmdb.Error):
-                self._env.sync(True)
-        self._shared.release()
+            with contextlib.suppress(IndexUnavailableError):
+                with self._write(1.0) as txn:
+                    txn.put(b"clean", b"1", db=self._meta)
+                self._env.sync()
+        self._env.release()
 
 
 def _rows(
-    txn: lmdb.Transaction, table: lmdb._Database, prefix: bytes = b"", *, begin: bytes = b""
+    txn: lmdb.Transaction, table: lmdb._Database, prefix: bytes = b""
 ) -> Iterator[tuple[bytes, bytes]]:
-    """Rows in order of their keys, those that begin with ``prefix``, from ``begin`` on."""
+    """Rows in order of their keys, those that begin with ``prefix``."""
     cursor = txn.cursor(table)
-    if cursor.set_range(max(prefix, begin)):
+    if cursor.set_range(prefix):
         for name, value in cast("Iterator[tuple[bytes, bytes]]", iter(cursor)):
             if not name.startswith(prefix):
                 return
@@ -524,11 +467,3 @@ def _rows(
 def _freed_row(name: bytes, value: bytes) -> Freed:
     geometry_id, segment, slot = _FREED.unpack(name)
     return Freed(geometry_id, Slot(segment, slot), _GENERATION.unpack(value)[0])
-
-
-def _now_us() -> int:
-    return time.time_ns() // 1000
-
-
-def _unlock(fd: int) -> None:
-    fcntl.flock(fd, fcntl.LOCK_UN)

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from dualpath_sglang.index.base import IndexUnavailableError, Record
+from dualpath_sglang.index.base import IndexDamagedError, IndexUnavailableError, Record
 from dualpath_sglang.index.check import sound
-from dualpath_sglang.index.embedded import EmbeddedIndex, IndexDamagedError
+from dualpath_sglang.index.embedded import EmbeddedIndex
 from dualpath_storage import BlockStore, Header, Placement, Slot
 from dualpath_storage.space import file_lock
 
@@ -32,25 +32,36 @@ def open_index(root: Path, stores: Stores, *, read_only: bool, timeout_s: float)
             root cannot be written and has no sound index.
     """
     path = root / INDEX_FILE
+    # Outside of the lock, so that the ranks of an engine do not check one after the other.
+    judged = _inode(path)
+    fine = judged is not None and sound(path, timeout_s)
     if read_only:
-        if path.exists() and not sound(path, timeout_s):
+        if judged is not None and not fine:
             raise IndexDamagedError(f"{path} is damaged")
         return EmbeddedIndex(path, read_only=True)
     try:
         with file_lock(root / ".open", timeout_s) as held:
             if not held:
                 raise IndexUnavailableError(f"{path} is being opened by another process")
-            if path.exists() and sound(path, timeout_s):
+            now = _inode(path)
+            if now is not None and (fine or now != judged):  # another may have rebuilt it
                 try:
                     return EmbeddedIndex(path)
                 except IndexDamagedError as error:
                     logger.warning("%s: rebuilding the index from the store", error)
-            elif path.exists():
+            elif now is not None:
                 logger.warning("%s is damaged: rebuilding the index from the store", path)
             rebuild(root, stores())
             return EmbeddedIndex(path)
     except OSError as error:
         raise IndexUnavailableError(f"{path} cannot be opened: {error}") from error
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
 
 
 def rebuild(root: Path, stores: Iterable[BlockStore]) -> int:
@@ -63,8 +74,24 @@ def rebuild(root: Path, stores: Iterable[BlockStore]) -> int:
     temporary = root / f"{INDEX_FILE}.new"
     _remove(temporary)
     index = EmbeddedIndex(temporary)
+    began = time.monotonic()
+    try:
+        total = _fill(index, stores)
+    finally:
+        index.close()
+    # Whoever still has the old files open notices that they were replaced, and opens these.
+    _remove(path)
+    Path(f"{temporary}-writer").replace(f"{path}-writer")
+    temporary.replace(path)
+    _remove(temporary)
+    if total:
+        logger.info("Rebuilt the index: %d blocks in %.1f s", total, time.monotonic() - began)
+    return total
+
+
+def _fill(index: EmbeddedIndex, stores: Iterable[BlockStore]) -> int:
     total = 0
-    began = shown = time.monotonic()
+    shown = time.monotonic()
     for store in stores:
         newest: dict[bytes, tuple[Slot, Header]] = {}
         for slot, header in store.scan():
@@ -77,13 +104,6 @@ def rebuild(root: Path, stores: Iterable[BlockStore]) -> int:
         for batch in _batches(newest.values()):
             index.publish(store.geometry, batch, timeout_s=60.0)
         total += len(newest)
-    index.close()
-    # Whoever still has the old file open notices that it was replaced, and opens this one.
-    _remove(path)
-    temporary.replace(path)
-    _remove(temporary)
-    if total:
-        logger.info("Rebuilt the index: %d blocks in %.1f s", total, time.monotonic() - began)
     return total
 
 

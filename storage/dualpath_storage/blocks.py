@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import hashlib
 from collections.abc import Sequence
@@ -21,10 +22,10 @@ layer, the pieces of a layer adding up to ``layer_bytes``. Writable when it is r
 def key_bytes(key: str) -> bytes:
     """A page's name as 32 bytes: 64 hex digits as they are, any other text by its SHA-256."""
     if len(key) == 2 * KEY_BYTES:
-        try:
-            return bytes.fromhex(key)
-        except ValueError:
-            pass
+        with contextlib.suppress(ValueError):
+            raw = bytes.fromhex(key)
+            if len(raw) == KEY_BYTES:  # fromhex() skips white space
+                return raw
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
@@ -74,6 +75,9 @@ class WriteStatus(enum.Enum):
     NO_SPACE = "no_space"
     READ_ONLY = "read_only"
     IO_ERROR = "io_error"
+    """The device failed at this place: it is not to be used again."""
+    UNAVAILABLE = "unavailable"
+    """The system refuses for now."""
 
 
 class ReadStatus(enum.Enum):
@@ -87,6 +91,9 @@ class ReadStatus(enum.Enum):
     SHORT = "short"
     MISSING = "missing"
     IO_ERROR = "io_error"
+    """The device failed at this place."""
+    UNAVAILABLE = "unavailable"
+    """The system refuses for now, which says nothing about the block."""
     TIMEOUT = "timeout"
 
     @property

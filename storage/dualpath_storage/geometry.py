@@ -106,5 +106,5 @@ class Geometry:
                 raise StoreError("The geometry file has a format that this version cannot read.")
             known = {f.name for f in fields(cls) if f.init}
             return cls(**{k: v for k, v in values.items() if k in known})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StoreError(f"The geometry file is damaged: {error}.") from error

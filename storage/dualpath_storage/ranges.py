@@ -97,7 +97,7 @@ class RangeReader:
     """Reads pieces of one geometry. Blocks the calling thread; safe from many at once.
 
     Args:
-        file: the open segment of a number; None or FileNotFoundError when there is none.
+        file: the open segment of a number; raises OSError when there is none.
         status_of: what an error of the system means for a block.
         max_io_bytes: most bytes of one merged I/O.
     """
@@ -105,7 +105,7 @@ class RangeReader:
     def __init__(
         self,
         geometry: Geometry,
-        file: Callable[[int], SegmentFile | None],
+        file: Callable[[int], SegmentFile],
         status_of: Callable[[OSError], ReadStatus],
         max_io_bytes: int,
     ) -> None:
@@ -129,14 +129,7 @@ class RangeReader:
             run = items[first : first + count]
             part = area[first * shape.stride : (first + count) * shape.stride]
             try:
-                file = self._file(run[0].placement.segment)
-                if file is None:
-                    results += [RangeRead(ReadStatus.MISSING)] * count
-                    continue
-                got = self._fill(file, run, shape, part)
-            except FileNotFoundError:
-                results += [RangeRead(ReadStatus.MISSING)] * count
-                continue
+                got = self._fill(self._file(run[0].placement.segment), run, shape, part)
             except OSError as error:
                 results += [RangeRead(self._status_of(error))] * count
                 continue

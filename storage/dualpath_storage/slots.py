@@ -7,11 +7,13 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+_TAKEN = 0
 _CLEAN = 1
 """Free, and no valid header stands in it."""
 _DIRTY = 2
-"""Free, but the header of the block that used to be there still checks: reused first."""
-_TAKEN = 0
+"""Free, but the header of the block that used to be there may still check: reused first."""
+_CLEANING = 3
+"""Its header is being blanked: nobody may take it, and to free it again changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +25,13 @@ class Slot:
 
 
 class _Segment:
-    __slots__ = ("free", "generations", "state")
+    __slots__ = ("free", "generations", "retired", "state")
 
     def __init__(self, slots: int) -> None:
-        self.state = bytearray(slots)  # all taken until freed
+        self.state = bytearray([_CLEAN]) * slots
         self.generations = array("Q", bytes(8 * slots))
-        self.free = 0
+        self.free = slots
+        self.retired = False
 
 
 class SlotTable:
@@ -38,16 +41,25 @@ class SlotTable:
         self._segments: dict[int, _Segment] = {}
         self._lock = threading.Lock()
 
-    def add(self, segment: int, slots: int, taken: dict[int, int]) -> None:
-        """Own a segment whose ``taken`` slots hold these generations and the rest are clean."""
+    def add(
+        self, segment: int, slots: int, taken: dict[int, int], dirty: Iterable[int] = ()
+    ) -> None:
+        """Own a segment.
+
+        Args:
+            taken: generations by slot; slots past the end of the segment are left out.
+            dirty: free slots in which a valid header may stand; the rest is clean.
+        """
+        table = _Segment(slots)
+        for slot in dirty:
+            if slot < slots:
+                table.state[slot] = _DIRTY
+        for slot, generation in taken.items():
+            if slot < slots:
+                table.state[slot] = _TAKEN
+                table.generations[slot] = generation
+                table.free -= 1
         with self._lock:
-            table = _Segment(slots)
-            for slot in range(slots):
-                if slot in taken:
-                    table.generations[slot] = taken[slot]
-                else:
-                    table.state[slot] = _CLEAN
-                    table.free += 1
             self._segments[segment] = table
 
     def drop(self, segment: int) -> None:
@@ -63,7 +75,7 @@ class SlotTable:
                 for number, table in self._segments.items():
                     if len(taken) == count:
                         return taken
-                    if table.free:
+                    if table.free and not table.retired:
                         self._take_from(number, table, wanted, count, generation, taken)
         return taken
 
@@ -91,37 +103,82 @@ class SlotTable:
             table.free += 1
             return True
 
-    def take_dirty(self) -> list[tuple[Slot, int]]:
-        """Take every dirty slot, with the generation it held, so that it can be cleaned."""
-        found: list[tuple[Slot, int]] = []
+    def begin_cleaning(self, most: int) -> list[Slot]:
+        """Set up to ``most`` dirty slots aside until they are cleaned."""
+        found: list[Slot] = []
         with self._lock:
             for number, table in self._segments.items():
                 slot = table.state.find(_DIRTY) if table.free else -1
-                while slot >= 0:
-                    table.state[slot] = _TAKEN
+                while slot >= 0 and len(found) < most:
+                    table.state[slot] = _CLEANING
                     table.free -= 1
-                    found.append((Slot(number, slot), table.generations[slot]))
+                    found.append(Slot(number, slot))
                     slot = table.state.find(_DIRTY, slot + 1)
         return found
+
+    def end_cleaning(self, slots: Iterable[Slot], *, dirty: bool) -> None:
+        """Make slots of :meth:`begin_cleaning` free again, clean unless they are still dirty."""
+        with self._lock:
+            for slot in slots:
+                table = self._segments.get(slot.segment)
+                if table is not None and table.state[slot.slot] == _CLEANING:
+                    table.state[slot.slot] = _DIRTY if dirty else _CLEAN
+                    table.free += 1
 
     def owned(self) -> list[int]:
         """Numbers of the owned segments."""
         with self._lock:
             return list(self._segments)
 
-    def owns(self, segment: int) -> bool:
-        """Whether this process owns the segment."""
-        return segment in self._segments
+    def taken(self) -> dict[Slot, int]:
+        """Every taken slot and the generation it holds."""
+        with self._lock:
+            return {
+                Slot(number, slot): table.generations[slot]
+                for number, table in self._segments.items()
+                for slot, state in enumerate(table.state)
+                if state == _TAKEN
+            }
+
+    def dirty(self) -> set[Slot]:
+        """Every free slot in which a valid header may stand."""
+        with self._lock:
+            return {
+                Slot(number, slot)
+                for number, table in self._segments.items()
+                for slot, state in enumerate(table.state)
+                if state == _DIRTY
+            }
 
     def free_count(self) -> int:
         """Free slots over all owned segments."""
         with self._lock:
             return sum(table.free for table in self._segments.values())
 
-    def take_empty(self) -> list[int]:
-        """Drop and return the segments in which every slot is free."""
+    def retire(self, segment: int) -> None:
+        """Take nothing from a segment any more, so that it empties."""
         with self._lock:
-            empty = [n for n, t in self._segments.items() if t.free == len(t.state)]
+            if segment in self._segments:
+                self._segments[segment].retired = True
+
+    def retired(self) -> list[int]:
+        """Numbers of the segments that are to empty."""
+        with self._lock:
+            return [n for n, t in self._segments.items() if t.retired]
+
+    def take_empty(self, *, retired: bool, keep: int = 0) -> list[int]:
+        """Drop and return segments in which every slot is free.
+
+        Args:
+            retired: only those that were to empty.
+            keep: leave this many.
+        """
+        with self._lock:
+            empty = [
+                n
+                for n, t in self._segments.items()
+                if t.free == len(t.state) and (t.retired or not retired)
+            ][keep:]
             for number in empty:
                 del self._segments[number]
             return empty

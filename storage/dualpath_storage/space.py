@@ -44,10 +44,10 @@ class Space:
 
     def segments(self) -> Iterator[tuple[Path, int]]:
         """Every segment file under the root, with its size in bytes."""
-        for directory in geometry_directories(self.root):
-            for path in segment_paths(directory):
-                with contextlib.suppress(OSError):
-                    yield path, path.stat().st_size
+        # Also those whose geometry nobody can read: they take room all the same.
+        for path in _glob(self.root, f"*/{SEGMENT_PREFIX}*"):
+            with contextlib.suppress(OSError):
+                yield path, path.stat().st_size
 
     def segment_bytes(self, geometry: Geometry) -> int:
         """Size of a new segment: a small part of the capacity, and at least one slot."""
@@ -56,10 +56,9 @@ class Space:
             return max(self._options.segment_bytes, slot)
         capacity = self.capacity_bytes
         size = min(_SEGMENT_BYTES, max(capacity // 64, 16 * slot), max(capacity // 4, slot))
-        size = max(size, capacity // _MAX_SEGMENTS)
-        size = max(size, slot)
-        rounded = size // MIB * MIB
-        return rounded if rounded >= slot else align_up(slot)
+        exact = max(size, capacity // _MAX_SEGMENTS, slot) // slot * slot
+        rounded = align_up(exact, MIB)
+        return rounded if exact >= MIB and rounded <= capacity // 4 else exact
 
     def fits(self, size: int) -> bool:
         """Whether one more segment of ``size`` bytes keeps both limits. Call it reserved."""
@@ -122,17 +121,18 @@ def acquire(fd: int, timeout_s: float) -> bool:
 
 def geometry_directories(root: Path) -> list[Path]:
     """The directories of a root that hold a geometry."""
-    try:
-        return sorted(p.parent for p in root.glob(f"*/{GEOMETRY_FILE}"))
-    except OSError:
-        return []
+    return [path.parent for path in _glob(root, f"*/{GEOMETRY_FILE}")]
 
 
 def segment_paths(directory: Path) -> list[Path]:
     """The segment files of a geometry's directory."""
+    return _glob(directory, f"{SEGMENT_PREFIX}*")
+
+
+def _glob(directory: Path, pattern: str) -> list[Path]:
     try:
-        return sorted(directory.glob(f"{SEGMENT_PREFIX}*"))
-    except OSError:
+        return sorted(directory.glob(pattern))
+    except OSError:  # removed meanwhile
         return []
 
 

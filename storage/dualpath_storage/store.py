@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,21 +24,23 @@ from dualpath_storage.geometry import Geometry
 from dualpath_storage.header import HEADER_BYTES, Header
 from dualpath_storage.memory import Arena, aligned
 from dualpath_storage.ranges import RangeItem, RangeRead, RangeReader, RangeShape, check_header
-from dualpath_storage.slots import Slot, SlotTable
-from dualpath_storage.space import (
-    GEOMETRY_FILE,
-    Space,
-    segment_number,
-    segment_path,
-    segment_paths,
-)
+from dualpath_storage.segments import Segments
+from dualpath_storage.slots import Slot
+from dualpath_storage.space import Space
 from dualpath_storage.workers import Task, Workers
 
 logger = logging.getLogger(__name__)
 
 _MAX_BUFFERS = 1000  # the kernel takes 1024 a call
 _SCAN_BATCH = 256
-_CLOSE_GRACE_S = 120.0
+_WARN_EVERY_S = 10.0
+
+_DEVICE_ERRORS = frozenset(
+    (errno.EIO, errno.ENXIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.EREMOTEIO)
+)
+"""The device or file system could not do it here; any other error is the system's, for now."""
+
+_WORTH_ANOTHER_TRY = (ReadStatus.IO_ERROR, ReadStatus.UNAVAILABLE)
 
 
 @dataclass(slots=True)
@@ -80,151 +81,28 @@ class BlockStore:
     ) -> None:
         self.geometry = geometry
         self.directory = root / geometry.id
-        self.slots = SlotTable()
+        self.files = Segments(self.directory, geometry, backend, space)
+        self.slots = self.files.slots
         self.io = IoCounters()
-        self._backend = backend
-        self._space = space
+        self._alignment = backend.alignment
         self._readers = readers
         self._writers = writers
         self._max_blocks = max(1, max_io_bytes // geometry.slot_bytes)
         self._pad_bytes = geometry.slot_bytes - HEADER_BYTES - geometry.block_bytes
-        self._own: dict[int, SegmentFile] = {}
-        self._foreign: dict[int, SegmentFile] = {}
-        self._retired: list[tuple[float, SegmentFile]] = []
         self._lock = threading.Lock()
-        self._ranges = RangeReader(geometry, self._file, self._failed_read, max_io_bytes)
+        self._ranges = RangeReader(geometry, self.files.get, self._failed_read, max_io_bytes)
         self._in_place = True  # until the kernel refuses a caller's buffers
-
-    # -- segments ---------------------------------------------------------------------------
-
-    def create_directory(self) -> None:
-        """Make the geometry's directory and write down what is in it.
-
-        Raises:
-            OSError: the file system refuses.
-        """
-        self.directory.mkdir(parents=True, exist_ok=True)
-        path = self.directory / GEOMETRY_FILE
-        if not path.exists():
-            temporary = path.with_suffix(f".{secrets.token_hex(4)}")
-            temporary.write_text(self.geometry.to_json())
-            temporary.replace(path)
-
-    def add_segment(self, timeout_s: float) -> bool:
-        """Create one more segment if capacity and file system allow it; says whether it did."""
-        size = self._space.segment_bytes(self.geometry)
-        try:
-            with self._space.reserved(timeout_s) as held:
-                if not held or not self._space.fits(size):
-                    return False
-                self.create_directory()
-                number = secrets.randbits(32)
-                file = self._backend.create(segment_path(self.directory, number), size)
-        except OSError as error:
-            logger.warning("Cannot create a segment in %s: %s", self.directory, error)
-            return False
-        if file is None:
-            return False
-        self._own_segment(number, file, {})
-        return True
-
-    def lock_orphans(self) -> list[int]:
-        """Take the segments whose writer is gone. Their slots are in nobody's table yet."""
-        locked = []
-        for path in segment_paths(self.directory):
-            number = segment_number(path)
-            if number is None or number in self._own:
-                continue
-            try:
-                file = self._backend.lock(path)
-            except OSError as error:
-                logger.warning("Cannot open segment %s: %s", path, error)
-                continue
-            if file is None:
-                continue
-            with self._lock:
-                self._own[number] = file
-            locked.append(number)
-        return locked
-
-    def unlock(self, number: int) -> None:
-        """Give a segment of :meth:`lock_orphans` back unused."""
-        with self._lock:
-            file = self._own.pop(number, None)
-        if file is not None:
-            file.close()
-
-    def own(self, segment: int, taken: dict[int, int]) -> None:
-        """Begin to use a locked segment in which ``taken`` slots hold blocks (slot: generation)."""
-        self._own_segment(segment, self._own[segment], taken)
-
-    def _own_segment(self, number: int, file: SegmentFile, taken: dict[int, int]) -> None:
-        with self._lock:
-            self._own[number] = file
-        self.slots.add(number, file.size_bytes // self.geometry.slot_bytes, taken)
-
-    def drop_segment(self, number: int, *, unlink: bool) -> None:
-        """Own a segment no more, and remove its file when asked.
-
-        Its descriptor closes only after a grace: a reader may still be at work with it, and the
-        number of a closed descriptor could already name another file.
-        """
-        self.slots.drop(number)
-        now = time.monotonic()
-        with self._lock:
-            file = self._own.pop(number, None)
-            closing = [f for since, f in self._retired if now - since > _CLOSE_GRACE_S]
-            self._retired = [r for r in self._retired if now - r[0] <= _CLOSE_GRACE_S]
-            if file is not None:
-                self._retired.append((now, file))
-        if unlink:
-            segment_path(self.directory, number).unlink(missing_ok=True)
-            if file is not None:
-                file.discard()
-        for old in closing:
-            old.close()
-
-    def unlinked_segments(self) -> list[int]:
-        """Owned segments whose file somebody removed: what is written there is lost."""
-        with self._lock:
-            return [n for n, file in self._own.items() if not file.linked]
-
-    def forget_unlinked(self) -> None:
-        """Close, after the grace, what was read from segments that are gone by now."""
-        now = time.monotonic()
-        with self._lock:
-            for number in [n for n, file in self._foreign.items() if not file.linked]:
-                self._retired.append((now, self._foreign.pop(number)))
-
-    def segment_slots(self, number: int) -> int:
-        """Slots in a segment, 0 when it cannot be opened."""
-        file = self._file(number)
-        return 0 if file is None else file.size_bytes // self.geometry.slot_bytes
-
-    def segments(self) -> list[int]:
-        """Numbers of all segments on disk, whoever owns them."""
-        numbers = (segment_number(path) for path in segment_paths(self.directory))
-        return [n for n in numbers if n is not None]
+        self._warned_at = float("-inf")
 
     def close(self) -> None:
         """Close every file and so give up every lock. No I/O may be running."""
-        with self._lock:
-            files = [*self._own.values(), *self._foreign.values(), *(f for _, f in self._retired)]
-            self._own, self._foreign, self._retired = {}, {}, []
-        for file in files:
-            file.close()
+        self.files.close()
 
-    def _file(self, number: int) -> SegmentFile | None:
-        file = self._own.get(number) or self._foreign.get(number)
-        if file is not None:
-            return file
-        with self._lock:
-            if number not in self._foreign:
-                try:
-                    self._foreign[number] = self._backend.open(segment_path(self.directory, number))
-                except OSError:
-                    return None
-            return self._foreign[number]
+    def _warn(self, message: str, *args: object) -> None:
+        """Log a failure, and say nothing of those that follow at once."""
+        if time.monotonic() - self._warned_at > _WARN_EVERY_S:
+            self._warned_at = time.monotonic()
+            logger.warning(message, *args)
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -248,7 +126,7 @@ class BlockStore:
         window = layers or (0, self.geometry.layers)
 
         def task(group: list[int]) -> Task:
-            return lambda arena: self._read_group(arena, items, group, window, statuses)
+            return lambda arena: self._read_group(arena, items, group, window, statuses, deadline)
 
         order = sorted(
             range(len(items)), key=lambda i: (items[i].placement.segment, items[i].placement.slot)
@@ -280,27 +158,40 @@ class BlockStore:
         group: list[int],
         window: tuple[int, int],
         statuses: list[ReadStatus],
+        deadline: float,
     ) -> None:
         chosen = [items[i] for i in group]
-        file = self._file(chosen[0].placement.segment)
-        if file is None:
-            for i in group:
-                statuses[i] = ReadStatus.MISSING
-            return
         began = time.perf_counter()
-        try:
-            if window == (0, self.geometry.layers):
-                results = self._read_whole(arena, file, chosen)
-            else:
-                results = self._read_window(arena, chosen, window)
-        except OSError as error:
-            results = [self._failed_read(error)] * len(group)
+        results = self._try_read(arena, chosen, window)
+        if any(status in _WORTH_ANOTHER_TRY for status in results):
+            # One block may have failed all of them, and a device may fail for a moment only.
+            for i, item in enumerate(chosen):
+                if time.monotonic() < deadline:
+                    results[i : i + 1] = self._try_read(arena, [item], window)
         for i, status in zip(group, results, strict=True):
             statuses[i] = status
         good = sum(status is ReadStatus.OK for status in results)
         self._count_read(
             good * (window[1] - window[0]) * self.geometry.layer_bytes, time.perf_counter() - began
         )
+
+    def _try_read(
+        self, arena: Arena, items: Sequence[ReadItem], window: tuple[int, int]
+    ) -> list[ReadStatus]:
+        try:
+            file = self.files.get(items[0].placement.segment)
+            if window == (0, self.geometry.layers):
+                return self._read_whole(arena, file, items)
+            return self._read_window(arena, items, window)
+        except OSError as error:
+            return [self._failed_read(error)] * len(items)
+
+    def _failed_read(self, error: OSError) -> ReadStatus:
+        if isinstance(error, FileNotFoundError):
+            return ReadStatus.MISSING
+        self._warn("Reading %s failed: %s", self.directory, error)
+        device = error.errno in _DEVICE_ERRORS
+        return ReadStatus.IO_ERROR if device else ReadStatus.UNAVAILABLE
 
     def _count_read(self, size: int, seconds: float) -> None:
         with self._lock:
@@ -370,10 +261,6 @@ class BlockStore:
         self._count_read(good * shape.payload_bytes, time.perf_counter() - began)
         return reads
 
-    def _failed_read(self, error: OSError) -> ReadStatus:
-        logger.warning("Reading %s failed: %s", self.directory, error)
-        return ReadStatus.IO_ERROR
-
     # -- writing ----------------------------------------------------------------------------
 
     def write(self, items: Sequence[WriteItem], deadline: float) -> list[WriteStatus]:
@@ -405,7 +292,7 @@ class BlockStore:
                 status = WriteStatus.OK
         except OSError as error:
             status = _write_error(error)
-            logger.warning("Writing to %s failed: %s", self.directory, error)
+            self._warn("Writing to %s failed: %s", self.directory, error)
         for i in group:
             statuses[i] = status
         size = len(group) * self.geometry.block_bytes if status is WriteStatus.OK else 0
@@ -415,9 +302,11 @@ class BlockStore:
 
     def _write_blocks(self, arena: Arena, items: Sequence[WriteItem]) -> bool:
         size = self.geometry.slot_bytes
-        file = self._own[items[0].placement.segment]
+        file = self.files.owned(items[0].placement.segment)
         offset = items[0].placement.slot * size
         pages, buffers = self._buffers(arena, items)
+        if self._pad_bytes:
+            buffers[-1][:] = bytes(self._pad_bytes)  # the same memory pads every block
         for page, item in zip(pages, items, strict=True):
             sums = headers.layer_checksums(item.pieces, self.geometry.layers)
             headers.encode_into(
@@ -443,10 +332,10 @@ class BlockStore:
         def task(number: int) -> Task:
             def sync(_: Arena) -> None:
                 try:
-                    self._own[number].sync()
+                    self.files.owned(number).sync()
                     done.append(number)
                 except OSError as error:
-                    logger.warning("Syncing %s failed: %s", self.directory, error)
+                    self._warn("Syncing %s failed: %s", self.directory, error)
 
             return sync
 
@@ -462,10 +351,11 @@ class BlockStore:
             def write(_: Arena) -> None:
                 try:
                     offset = slot.slot * self.geometry.slot_bytes
-                    if self._own[slot.segment].write([blank], offset) == HEADER_BYTES:
+                    file = self.files.owned(slot.segment)
+                    if file.write([blank], offset) == HEADER_BYTES:
                         done.append(slot)
-                except (OSError, KeyError) as error:
-                    logger.warning("Blanking a slot in %s failed: %s", self.directory, error)
+                except OSError as error:
+                    self._warn("Blanking a slot in %s failed: %s", self.directory, error)
 
             return write
 
@@ -479,6 +369,7 @@ class BlockStore:
         segments: Sequence[int] | None = None,
         *,
         skip: Callable[[int, int], bool] | None = None,
+        unread: list[Slot] | None = None,
         timeout_s: float = 60.0,
     ) -> Iterator[tuple[Slot, Header]]:
         """Every slot with a valid header of this geometry, from the files alone.
@@ -486,43 +377,48 @@ class BlockStore:
         Args:
             segments: which ones; all on disk by default.
             skip: slots that need not be looked at.
+            unread: takes the slots that could not be looked at.
             timeout_s: deadline of each batch of headers; what is late is left out.
         """
-        for number in self.segments() if segments is None else segments:
-            wanted = list(range(self.segment_slots(number)))
+        for number in self.files.numbers() if segments is None else segments:
+            wanted = list(range(self.files.slot_count(number)))
             if skip is not None:
                 wanted = [slot for slot in wanted if not skip(number, slot)]
             for first in range(0, len(wanted), _SCAN_BATCH):
                 batch = wanted[first : first + _SCAN_BATCH]
-                yield from self._scan_batch(number, batch, time.monotonic() + timeout_s)
+                deadline = time.monotonic() + timeout_s
+                headers_by_slot = self._scan_batch(number, batch, deadline)
+                for slot in batch:
+                    if slot not in headers_by_slot and unread is not None:
+                        unread.append(Slot(number, slot))
+                    elif (header := headers_by_slot.get(slot)) is not None:
+                        yield Slot(number, slot), header
 
     def _scan_batch(
         self, number: int, wanted: Sequence[int], deadline: float
-    ) -> Iterator[tuple[Slot, Header]]:
-        found: dict[int, Header] = {}
-        file = self._file(number)
-        if file is None:
-            return
+    ) -> dict[int, Header | None]:
+        """Headers of this geometry by slot, None where there is none; unread slots are left out."""
+        found: dict[int, Header | None] = {}
 
         def task(part: Sequence[int]) -> Task:
             def read(arena: Arena) -> None:
                 page = arena.headers(HEADER_BYTES)[:HEADER_BYTES]
                 for slot in part:
                     try:
-                        got = file.read([page], slot * self.geometry.slot_bytes)
+                        got = self.files.get(number).read([page], slot * self.geometry.slot_bytes)
                     except OSError as error:
-                        logger.warning("Scanning %s failed: %s", self.directory, error)
+                        self._warn("Scanning %s failed: %s", self.directory, error)
                         continue
                     header = headers.decode(page) if got == HEADER_BYTES else None
-                    if header is not None and header.geometry_id == self.geometry.id_bytes:
-                        found[slot] = header
+                    if header is not None and header.geometry_id != self.geometry.id_bytes:
+                        header = None
+                    found[slot] = header
 
             return read
 
         parts = [wanted[i : i + 32] for i in range(0, len(wanted), 32)]
         self._readers.run([task(part) for part in parts], deadline)
-        for slot in sorted(found):
-            yield Slot(number, slot), found[slot]
+        return found
 
     # -- shared -----------------------------------------------------------------------------
 
@@ -545,13 +441,13 @@ class BlockStore:
         return (
             self._in_place
             and len(pieces) + 2 <= _MAX_BUFFERS
-            and len(pieces[0]) % self._backend.alignment == 0
-            and self._pad_bytes % self._backend.alignment == 0
+            and all(len(piece) % self._alignment == 0 for piece in pieces)
+            and self._pad_bytes % self._alignment == 0
         )
 
     def _refused(self, error: OSError) -> bool:
         """Whether the kernel only refuses the caller's buffers; from then on they are copied."""
-        if error.errno not in (errno.EINVAL, errno.EFAULT) or self._backend.alignment == 1:
+        if error.errno not in (errno.EINVAL, errno.EFAULT) or self._alignment == 1:
             return False
         if self._in_place:
             self._in_place = False
@@ -564,7 +460,7 @@ def _write_error(error: OSError) -> WriteStatus:
         return WriteStatus.NO_SPACE
     if error.errno == errno.EROFS:
         return WriteStatus.READ_ONLY
-    return WriteStatus.IO_ERROR
+    return WriteStatus.IO_ERROR if error.errno in _DEVICE_ERRORS else WriteStatus.UNAVAILABLE
 
 
 def _scatter(data: memoryview, pieces: Sequence[memoryview]) -> None:

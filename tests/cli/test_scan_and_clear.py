@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from dualpath_sglang.audit import publish_missing
 from dualpath_sglang.kvcache import KVCache
 from dualpath_storage import StoreOptions
 from tests.cli.stores import (
     ALL,
     INDEXER,
-    KEYS,
     KV,
     OTHER_MODEL,
     OTHER_TENANT,
@@ -59,18 +57,6 @@ def test_scan_beside_a_running_writer(root: Path, running: subprocess.Popen[str]
     assert ask(running, "cache.clear(namespace='guest')") == "12"
     assert "STORED" in ask(running, "write(cache, OTHER_TENANT, [0])")
     assert dualpath("status", "--root", root, "--json").json["geometries"][-1]["blocks"] == 1
-
-
-def test_what_was_stored_during_a_scan_is_put_in_afterwards(root: Path) -> None:
-    with KVCache(StoreOptions(root, capacity_bytes=64 << 20)) as cache:
-        for i in (2, 9):
-            place = cache.index.lookup(KV, [KEYS[i]])[0]
-            assert place is not None
-            freed = cache.index.remove(KV, [(KEYS[i], place.generation)], 1.0)
-            cache.index.forget_freed(freed, 1.0)
-        assert publish_missing(cache, settled_s=3600.0) == 0
-        assert publish_missing(cache, settled_s=0.0) == 2
-        assert all(read(cache, KV, range(PAGES)))
 
 
 def test_clear_empties_its_own_namespace_alone(root: Path) -> None:

@@ -17,57 +17,52 @@ V_DIM = 24
 LATENT, ROPE = 24, 8
 
 
-def mha_pool(
-    layout: str,
-    *,
-    layers: int = LAYERS,
-    dtype: torch.dtype = torch.float32,
-    page_tokens: int = PAGE_TOKENS,
-    v_dim: int = DIM,
-    pages: int = PAGES,
-    cls: type | None = None,
-) -> Any:
-    """An empty MHA host pool of exactly ``pages`` pages."""
+def mha_device(pages: int = 4, **shape: Any) -> Any:
+    """A device pool of an MHA model, on the CPU."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    shape = {"dtype": torch.float32, "layer_num": LAYERS, "page_size": PAGE_TOKENS} | shape
+    return MHATokenToKVPool(
+        size=pages * shape["page_size"], head_num=HEADS, head_dim=DIM, device="cpu",
+        enable_memory_saver=False, **shape,
+    )  # fmt: skip
+
+
+def mla_device(page_tokens: int = PAGE_TOKENS) -> Any:
+    """A device pool of an MLA model, on the CPU."""
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    return MLATokenToKVPool(
+        size=4 * page_tokens, page_size=page_tokens, dtype=torch.float32, kv_lora_rank=LATENT,
+        qk_rope_head_dim=ROPE, layer_num=LAYERS, device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+
+
+def host_of(device: Any, layout: str, *, pages: int = PAGES, cls: type | None = None) -> Any:
+    """An empty MHA host pool for a device pool."""
     from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 
-    device = MHATokenToKVPool(
-        size=4 * page_tokens,
-        page_size=page_tokens,
-        dtype=dtype,
-        head_num=HEADS,
-        head_dim=DIM,
-        v_head_dim=v_dim,
-        layer_num=layers,
-        device="cpu",
-        enable_memory_saver=False,
-    )
     info = device.get_device_pool_infos()[0].buffer_info
     return (cls or get_mha_host_pool_cls(info))(
-        info, 2.0, 0, page_tokens, layout, False, device_capacity_tokens=device.size,
-        start_layer=0, end_layer=layers, host_token_capacity=pages * page_tokens,
+        info, 2.0, 0, device.page_size, layout, False, device_capacity_tokens=device.size,
+        start_layer=0, end_layer=device.layer_num, host_token_capacity=pages * device.page_size,
     )  # fmt: skip
 
 
-def mla_pool(
-    layout: str,
-    *,
-    layers: int = LAYERS,
-    page_tokens: int = PAGE_TOKENS,
-    dcp: tuple[int, int] = (0, 1),
-) -> Any:
+def mha_pool(layout: str, *, cls: type | None = None, **shape: Any) -> Any:
+    """An empty MHA host pool of ``PAGES`` pages."""
+    return host_of(mha_device(**shape), layout, cls=cls)
+
+
+def mla_pool(layout: str, *, page_tokens: int = PAGE_TOKENS, dcp: tuple[int, int] = (0, 1)) -> Any:
     """An empty MLA host pool; with ``dcp`` (rank, size) it holds that part of each page."""
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-    device = MLATokenToKVPool(
-        size=4 * page_tokens, page_size=page_tokens, dtype=torch.float32, kv_lora_rank=LATENT,
-        qk_rope_head_dim=ROPE, layer_num=layers, device="cpu", enable_memory_saver=False,
-    )  # fmt: skip
+    device = mla_device(page_tokens)
     return MLATokenToKVPoolHost(
         device.get_device_pool_infos()[0].buffer_info, 2.0, 0, page_tokens, layout, False,
         dcp_size=dcp[1], dcp_rank=dcp[0], device_capacity_tokens=device.size, start_layer=0,
-        end_layer=layers, target_layer_num=layers,
+        end_layer=LAYERS, target_layer_num=LAYERS,
         host_token_capacity=PAGES * page_tokens // dcp[1],
     )  # fmt: skip
 
@@ -120,3 +115,55 @@ def host_indices(pages: list[int], step: int = PAGE_TOKENS) -> torch.Tensor:
 def keys(count: int, seed: int = 0) -> list[str]:
     """Page hashes as SGLang makes them."""
     return [hashlib.sha256(f"{seed}/{i}".encode()).hexdigest() for i in range(count)]
+
+
+def indexer_pool(layout: str) -> Any:
+    """The index keys of a sparse-attention model, beside an MLA anchor."""
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+    from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+    from sglang.srt.runtime_context import get_parallel
+
+    page_tokens = 64
+    with get_parallel().override(attn_dcp_size=1):
+        device = DSATokenToKVPool(
+            size=2 * page_tokens, page_size=page_tokens, kv_lora_rank=LATENT, layer_num=LAYERS,
+            dtype=torch.bfloat16, qk_rope_head_dim=ROPE, device="cpu", index_head_dim=128,
+            enable_memory_saver=False, kv_cache_dim=LATENT + ROPE,
+            skip_topk_layers=[False, True, False],
+        )  # fmt: skip
+    anchor = MLATokenToKVPoolHost(
+        device.get_device_pool_infos()[0].buffer_info, 2.0, 0, page_tokens, layout, False,
+        device_capacity_tokens=device.size, start_layer=0, end_layer=LAYERS,
+        target_layer_num=LAYERS, host_token_capacity=PAGES * page_tokens,
+    )  # fmt: skip
+    return DSAIndexerPoolHost(
+        decl=make_dsa_indexer_pool_decl(device), anchor_host=anchor, pin_memory=False
+    )
+
+
+def paged_pool(layout: str) -> Any:
+    """A compressed pool of DeepSeek-V4: one row of bytes a page and layer."""
+    from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool
+
+    rows = [torch.zeros(4, 96, dtype=torch.uint8) for _ in range(LAYERS)]
+    return DeepSeekV4PagedHostPool(
+        "deepseek_v4_c4", rows, 96, PAGES, PAGE_TOKENS, layout, pin_memory=False
+    )
+
+
+def mamba_pool(layout: str, *, side: bool = False) -> Any:
+    """States of a linear-attention model: one slot a page, two convolutions of another dtype."""
+    from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
+    from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+
+    slots = 4
+    info = MambaStateBufferInfo(
+        temporal=torch.zeros(LAYERS, slots, 2, 5),
+        conv=(
+            torch.zeros(LAYERS, slots, 7, dtype=torch.bfloat16),
+            torch.zeros(LAYERS, slots, 3, dtype=torch.bfloat16),
+        ),
+        extra_checkpoint_buffers=(torch.zeros(slots, 11),) if side else (),
+    )
+    return MambaPoolHost(info, 2.0, 0, device_capacity=slots, pin_memory=False, layout=layout)

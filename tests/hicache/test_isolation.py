@@ -47,9 +47,9 @@ def test_pages_are_not_shared_across(what: str, open_storage: Callable[..., Any]
     [
         ("dtype", {"dtype": torch.bfloat16}),
         ("dtype of the same size", {"dtype": torch.int32}),
-        ("page size", {"page_tokens": 8}),
-        ("layers", {"layers": 2}),
-        ("head dim", {"v_dim": pools.V_DIM}),
+        ("page size", {"page_size": 8}),
+        ("layers", {"layer_num": 2}),
+        ("head dim", {"v_head_dim": pools.V_DIM}),
     ],
 )
 def test_pools_of_another_form_do_not_share(

@@ -19,7 +19,7 @@ KINDS: dict[str, tuple[PoolMaker, tuple[str, ...]]] = {
     "mha": (pools.mha_pool, ("page_first_direct", "layer_first", "page_first", "page_head")),
     "mla": (pools.mla_pool, ("page_first_direct", "layer_first", "page_first")),
     "asymmetric": (
-        lambda layout: pools.mha_pool(layout, v_dim=pools.V_DIM),
+        lambda layout: pools.mha_pool(layout, v_head_dim=pools.V_DIM),
         ("page_first_direct", "page_first"),
     ),
 }

@@ -61,11 +61,16 @@ class Segment:
             begin += len(buffer)
         return len(data)
 
+    def file(self, number: int) -> Segment:
+        if number:
+            raise FileNotFoundError(errno.ENOENT, "no such segment")
+        return self
+
     def reader(self, max_io_bytes: int = 1 << 20) -> RangeReader:
         return RangeReader(
             self.geometry,
-            lambda number: self if number == 0 else None,  # type: ignore[arg-type, return-value]
-            lambda error: ReadStatus.IO_ERROR,
+            self.file,  # type: ignore[arg-type]
+            lambda e: ReadStatus.MISSING if e.errno == errno.ENOENT else ReadStatus.IO_ERROR,
             max_io_bytes,
         )
 

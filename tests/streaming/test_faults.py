@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.throttle import Throttle
+from dualpath_sglang.index import IndexUnavailableError
 from dualpath_sglang.kvcache import WriteResult
 from dualpath_sglang.streaming.load import Load, Outcome
 from dualpath_sglang.streaming.options import StreamOptions
@@ -331,15 +332,19 @@ def test_an_error_of_the_device_is_a_miss_after_the_second_try(bed: Bed) -> None
     assert results["a"].reason in ("io_error", "unavailable")
 
 
-def test_when_the_index_cannot_answer_a_load_misses(bed: Bed) -> None:
+def test_when_the_index_cannot_answer_a_load_misses(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hit, _ = two_hits(bed)
-    index = bed.cache._index
-    bed.cache._index = None
-    try:
-        result = bed.load(hit)["a"]
-    finally:
-        bed.cache._index = index
+
+    def busy(*_: object) -> None:
+        raise IndexUnavailableError("busy")
+
+    monkeypatch.setattr(type(bed.cache.index), "lookup", busy)
+    result = bed.load(hit)["a"]
     assert (result.outcome, result.reason) == (Outcome.MISS, "absent")
+    monkeypatch.undo()
+    assert bed.load(hit)["a"].ok and hit.wrong_pages() == []
 
 
 @pytest.mark.parametrize("round_", range(3))

@@ -73,7 +73,7 @@ def test_a_segment_with_a_promised_page_is_not_reclaimed_for_another_pool(bed: B
     assert place is not None
     index, geometry_id = bed.cache.index, pool.geometry.id_bytes
     promised = {pool.geometry.unit + keys[2]}
-    assert index.evict_segment(geometry_id, place.segment, 1.0, keep=promised) == []
+    assert index.evict_segment(geometry_id, place.segment, 1.0, promised=promised) == []
     assert bed.cache.prefix(pool, keys) == 3
     assert len(index.evict_segment(geometry_id, place.segment, 1.0)) == 3
 

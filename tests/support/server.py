@@ -102,10 +102,19 @@ def random_tokens(count: int, seed: int) -> list[int]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that is free and stays so until the server binds it, seconds later.
+
+    Below the ephemeral range, from which every connection of the machine takes its local port, and
+    away from the range that SGLang takes its inner ports from (22000 to 29999).
+    """
+    while True:
+        port = random.SystemRandom().randrange(10000, 21700)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 class Server:

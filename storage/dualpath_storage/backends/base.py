@@ -20,6 +20,11 @@ class SegmentFile(Protocol):
         """False once somebody has removed the file behind our back."""
         ...
 
+    @property
+    def whole(self) -> bool:
+        """False once it is shorter than it was when it was opened."""
+        ...
+
     def read(self, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill the buffers in turn from ``offset``; bytes read, fewer only at end of file.
 
@@ -38,6 +43,10 @@ class SegmentFile(Protocol):
 
     def sync(self) -> None:
         """Make what was written durable."""
+        ...
+
+    def unlock(self) -> None:
+        """Let others own it; reading goes on."""
         ...
 
     def discard(self) -> None:
@@ -65,7 +74,7 @@ class Backend(Protocol):
         ...
 
     def lock(self, path: Path) -> SegmentFile | None:
-        """Open an existing segment for writing. None when a living process owns it.
+        """Open an existing segment for writing. None when a living process owns or makes it.
 
         Raises:
             OSError: it cannot be opened.

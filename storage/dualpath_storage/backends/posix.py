@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -34,14 +35,21 @@ class PosixFile:
     def linked(self) -> bool:
         return os.fstat(self._fd).st_nlink > 0
 
+    @property
+    def whole(self) -> bool:
+        return os.fstat(self._fd).st_size >= self.size_bytes
+
     def read(self, buffers: Sequence[memoryview], offset: int) -> int:
-        return os.preadv(self._fd, buffers, offset)
+        return _transfer(os.preadv, self._fd, buffers, offset)
 
     def write(self, buffers: Sequence[memoryview], offset: int) -> int:
-        return os.pwritev(self._fd, buffers, offset)
+        return _transfer(os.pwritev, self._fd, buffers, offset)
 
     def sync(self) -> None:
         os.fdatasync(self._fd)
+
+    def unlock(self) -> None:
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def discard(self) -> None:
         os.ftruncate(self._fd, 0)
@@ -87,8 +95,8 @@ class PosixBackend:
         except FileExistsError:
             return None
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.posix_fallocate(fd, 0, size)
+            fcntl.flock(fd, fcntl.LOCK_EX)  # whoever has it now lets go of an empty file at once
+            _allocate(fd, size)
         except OSError:
             path.unlink(missing_ok=True)
             os.close(fd)
@@ -105,6 +113,9 @@ class PosixBackend:
         except OSError:
             os.close(fd)
             raise
+        if os.fstat(fd).st_size == 0:  # between its creation and its lock
+            os.close(fd)
+            return None
         return PosixFile(fd)
 
     def open(self, path: Path) -> PosixFile:
@@ -120,10 +131,10 @@ class PosixBackend:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC)
         except OSError as error:
-            path.unlink(missing_ok=True)
-            if error.errno in _REFUSED:
-                return False
-            logger.warning("Cannot probe %s for direct I/O: %s", directory, error)
+            with contextlib.suppress(OSError):  # some systems make the file before they refuse
+                path.unlink()
+            if error.errno not in _REFUSED:
+                logger.warning("Cannot probe %s for direct I/O: %s", directory, error)
             return False
         try:
             os.pwritev(fd, [page], 0)
@@ -135,3 +146,39 @@ class PosixBackend:
         finally:
             os.close(fd)
             path.unlink(missing_ok=True)
+
+
+def _transfer(
+    call: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    buffers: Sequence[memoryview],
+    offset: int,
+) -> int:
+    """Go on where the kernel stopped short, until all is done or the file ends."""
+    done = call(fd, buffers, offset)
+    size = sum(len(buffer) for buffer in buffers)
+    while 0 < done < size and done % DIRECT_ALIGNMENT == 0:
+        more = call(fd, _after(buffers, done), offset + done)
+        if more == 0:
+            break
+        done += more
+    return done
+
+
+def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
+    rest = []
+    for buffer in buffers:
+        if done < len(buffer):
+            rest.append(buffer[done:])
+        done = max(0, done - len(buffer))
+    return rest
+
+
+def _allocate(fd: int, size: int) -> None:
+    """Reserve the blocks of a file, or only its size where the file system cannot reserve."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        os.ftruncate(fd, size)

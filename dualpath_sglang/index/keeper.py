@@ -1,0 +1,91 @@
+"""Keeps the index of a root in use: opens it, lets go of it when it is damaged, opens it again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from dualpath_sglang.index.base import Index, IndexDamagedError, IndexUnavailableError
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_GRACE_S = 600.0
+_RETRY_S = (1.0, 60.0)
+
+
+class IndexKeeper:
+    """The index, as long as there is one. Thread-safe.
+
+    Args:
+        root: the store's root, for messages.
+        open_index: opens the index, and rebuilds it when it must.
+        opened: told of a freshly opened index before anybody else uses it.
+    """
+
+    def __init__(
+        self, root: object, open_index: Callable[[], Index], opened: Callable[[Index], None]
+    ) -> None:
+        self._root = root
+        self._open_index = open_index
+        self._opened = opened
+        self._index: Index | None = None
+        self._lost: list[tuple[float, Index]] = []
+        self._lock = threading.Lock()
+        self._retry_at = float("-inf")
+        self._retry_s = _RETRY_S[0]
+
+    @property
+    def index(self) -> Index | None:
+        """The index, or None while there is none."""
+        return self._index
+
+    def ensure(self) -> None:
+        """Open the index if there is none; after a failure, not again for a while."""
+        self._close_lost()
+        if self._index is not None or time.monotonic() < self._retry_at:
+            return
+        try:
+            index = self._open_index()
+        except (IndexUnavailableError, OSError) as error:
+            logger.error("No index, so everything misses for now: %s", error)
+        else:
+            with self.guarded(index):
+                self._opened(index)
+            self._index = index
+        self._retry_at = time.monotonic() + self._retry_s
+        self._retry_s = min(2 * self._retry_s, _RETRY_S[1])
+
+    @contextlib.contextmanager
+    def guarded(self, index: Index | None) -> Iterator[Index | None]:
+        """Swallow the failures of an index in the body, and let go of one that is damaged."""
+        try:
+            yield index
+        except IndexDamagedError as error:
+            with self._lock:
+                if self._index is index and index is not None:
+                    logger.error("The index is lost and will be rebuilt: %s", error)
+                    self._index = None
+                    # Other threads may still be reading it.
+                    self._lost.append((time.monotonic(), index))
+        except (IndexUnavailableError, OSError) as error:
+            logger.warning("The index or %s does not answer: %s", self._root, error)
+        else:
+            if index is not None and index is self._index:
+                self._retry_s = _RETRY_S[0]
+
+    def _close_lost(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            closing = [index for since, index in self._lost if now - since > _CLOSE_GRACE_S]
+            self._lost = [row for row in self._lost if now - row[0] <= _CLOSE_GRACE_S]
+        for index in closing:
+            index.close()
+
+    def close(self) -> None:
+        """Release everything; nobody may be using it."""
+        for index in [*(index for _, index in self._lost), *filter(None, [self._index])]:
+            index.close()
+        self._index, self._lost = None, []

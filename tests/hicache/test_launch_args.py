@@ -1,0 +1,134 @@
+"""What the flag means among SGLang's launch arguments, resolved by SGLang itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dualpath_sglang.config import ConfigError
+
+Resolve = Callable[..., Any]
+BASE = ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"]
+
+
+@pytest.fixture
+def resolve(model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Resolve:
+    """`resolve(*flags)`: the arguments as the launcher has them before it starts anything."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.server_args import prepare_server_args
+
+    monkeypatch.setattr("logging.basicConfig", lambda **_: None)  # pytest's handlers stay
+
+    def run(*flags: str, backend: str | None = "dualpath") -> Any:
+        chosen = ["--hicache-storage-backend", backend] if backend else []
+        args = prepare_server_args(["--model-path", str(model("qwen3")), *BASE, *chosen, *flags])
+        args.resolve_once()
+        return resolving_view(args)
+
+    return run
+
+
+def test_the_flag_alone_is_enough(resolve: Resolve) -> None:
+    view = resolve()
+    assert view.enable_hierarchical_cache
+    assert view.page_size == 64
+    assert (view.hicache_mem_layout, view.hicache_io_backend) == ("page_first_direct", "direct")
+    assert view.hicache_storage_backend == "dualpath"
+
+
+def test_servers_that_do_not_ask_for_it_are_left_alone(resolve: Resolve) -> None:
+    view = resolve(backend=None)
+    assert not view.enable_hierarchical_cache
+    assert (view.page_size, view.hicache_mem_layout) == (1, "page_first")
+    view = resolve("--enable-hierarchical-cache", backend="file")
+    assert (view.page_size, view.hicache_mem_layout) == (1, "page_first")
+
+
+@pytest.mark.parametrize(
+    ("flags", "layout", "io"),
+    [
+        (["--hicache-mem-layout", "page_first"], "page_first", "kernel"),
+        (["--hicache-mem-layout=page_first"], "page_first", "kernel"),
+        (["--hicache-mem", "page_first"], "page_first", "kernel"),
+        (["--hicache-mem-layout", "layer_first"], "layer_first", "kernel"),
+        (["--hicache-io-backend", "kernel"], "page_first", "kernel"),
+        (["--hicache-io-backend", "direct"], "page_first_direct", "direct"),
+        (
+            ["--hicache-mem-layout", "layer_first", "--hicache-io-backend", "direct"],
+            "layer_first",
+            "direct",
+        ),
+    ],
+)
+def test_a_layout_or_copy_that_the_user_chose_stays(
+    flags: list[str], layout: str, io: str, resolve: Resolve
+) -> None:
+    view = resolve(*flags)
+    assert (view.hicache_mem_layout, view.hicache_io_backend) == (layout, io)
+
+
+def test_a_page_size_that_the_user_chose_stays(resolve: Resolve) -> None:
+    assert resolve("--page-size", "16").page_size == 16
+
+
+def test_a_page_size_that_would_not_fit_is_not_forced(resolve: Resolve) -> None:
+    assert resolve("--chunked-prefill-size", "1000").page_size == 1
+
+
+def test_an_engine_gets_the_same_defaults(model: Callable[..., Path]) -> None:
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.server_args import ServerArgs
+
+    def engine(**fields: Any) -> Any:
+        args = ServerArgs(
+            model_path=str(model("qwen3")), device="cpu", attention_backend="torch_native",
+            hicache_storage_backend="dualpath", **fields,
+        )  # fmt: skip
+        args._launch_command = f"Engine({', '.join(f'{k}={v!r}' for k, v in fields.items())})"
+        args.resolve_once()
+        return resolving_view(args)
+
+    view = engine()
+    assert (view.enable_hierarchical_cache, view.page_size) == (True, 64)
+    assert view.hicache_mem_layout == "page_first_direct"
+    assert engine(hicache_mem_layout="page_first").hicache_mem_layout == "page_first"
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ('{"capcity": "1GiB"}', 'no setting "capcity".* did you mean "capacity"'),
+        ('{"capacity": "plenty"}', '"capacity" must be a size such as "100GiB"'),
+        ('{"capacity": ', "cannot read --hicache-storage-backend-extra-config"),
+        ("[1]", "cannot read --hicache-storage-backend-extra-config"),
+        ("@/nowhere/settings.toml", "cannot read --hicache-storage-backend-extra-config"),
+        ('{"index": "redis://host"}', '"embedded", the only index of this version'),
+    ],
+)
+def test_settings_are_refused_before_a_model_is_loaded(
+    settings: str, sentence: str, resolve: Resolve
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        resolve("--hicache-storage-backend-extra-config", settings)
+
+
+def test_settings_may_stand_in_a_file(resolve: Resolve, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.json", tmp_path / "bad.toml"
+    good.write_text(json.dumps({"capacity": "1GiB", "prefetch_threshold": 16}))
+    bad.write_text("io_thread = 3\n")
+    resolve("--hicache-storage-backend-extra-config", f"@{good}")
+    with pytest.raises(ConfigError, match='did you mean "io_threads"'):
+        resolve("--hicache-storage-backend-extra-config", f"@{bad}")
+
+
+def test_without_a_radix_cache_there_is_nothing_to_keep(resolve: Resolve) -> None:
+    with pytest.raises(ConfigError, match="leave out --disable-radix-cache"):
+        resolve("--disable-radix-cache")
+
+
+def test_a_decode_server_is_not_given_a_cache_it_did_not_ask_for(resolve: Resolve) -> None:
+    assert not resolve("--disaggregation-mode", "decode").enable_hierarchical_cache
