@@ -53,6 +53,9 @@ def register() -> None:
     _disaggregation(HookRegistry, HookType)
     if os.environ.get("SGLANG_CPU_JUNK_FREED") == "1":
         _junk_freed(HookRegistry, HookType)
+    if hooks := os.environ.get("SGLANG_CPU_TEST_HOOKS"):
+        module, _, function = hooks.partition(":")
+        getattr(importlib.import_module(module), function)()
 
 
 def _place_kernels() -> None:

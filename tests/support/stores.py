@@ -1,0 +1,75 @@
+"""A store seen from outside the server that writes it: where blocks lie, and how to hurt them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dualpath_sglang.index.embedded import EmbeddedIndex
+from dualpath_storage import Geometry
+from dualpath_storage.space import GEOMETRY_FILE, segment_path
+
+HEADER_BYTES = 4096
+
+
+@contextmanager
+def index_of(root: Path) -> Iterator[EmbeddedIndex]:
+    index = EmbeddedIndex(root / "index.lmdb", read_only=True)
+    try:
+        yield index
+    finally:
+        index.close()
+
+
+def geometries(root: Path) -> dict[str, Geometry]:
+    """By pool; the shards of a pool are told apart by `pool/shard`."""
+    found = {}
+    for file in sorted(root.glob(f"*/{GEOMETRY_FILE}")):
+        geometry = Geometry.from_json(file.read_text())
+        name = geometry.pool + (f"/{geometry.shard}" if geometry.shard else "")
+        found[name] = geometry
+    return found
+
+
+def block_count(root: Path, pool: str = "kv") -> int:
+    geometry = geometries(root).get(pool)
+    if geometry is None:
+        return 0
+    with index_of(root) as index:
+        return sum(1 for _ in index.entries(geometry))
+
+
+def chain(root: Path, pool: str = "kv") -> list[bytes]:
+    """Keys of the longest chain of a pool, parents first."""
+    geometry = geometries(root)[pool]
+    with index_of(root) as index:
+        parents = {entry.key: entry.parent for entry in index.entries(geometry)}
+
+    def line(key: bytes) -> list[bytes]:
+        keys = []
+        while key in parents:
+            keys.append(key)
+            key = parents[key]
+        return keys[::-1]
+
+    return max((line(key) for key in parents), key=len)
+
+
+def corrupt(root: Path, key: bytes, layer: int, pool: str = "kv") -> None:
+    """Flip a byte of one layer of one block."""
+    geometry = geometries(root)[pool]
+    with index_of(root) as index:
+        place = index.lookup(geometry, [key])[0]
+    assert place is not None, "no such block"
+    path = segment_path(root / geometry.id, place.segment)
+    offset = place.slot * geometry.slot_bytes + HEADER_BYTES + layer * geometry.layer_bytes + 7
+    with path.open("r+b", buffering=0) as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 0xFF]))
+
+
+def segments(root: Path) -> list[Path]:
+    return sorted(root.glob("*/seg-*"))
