@@ -55,8 +55,14 @@ class _HookedFile:
         return getattr(self._file, name)
 
 
+_GRACE_S = 0.05
+
+
 class Throttle:
     """Lets bytes pass at a rate, whoever asks, first come first served.
+
+    Readers that a busy machine wakes up a little late lose nothing of the rate, as they would not
+    on a device with a queue of its own; what nobody asked for is not saved up.
 
     Args:
         bytes_per_s: may be changed at any time; 0 lets everything pass.
@@ -72,6 +78,8 @@ class Throttle:
         if not self.bytes_per_s:
             return
         with self._lock:
-            self._free_at = max(self._free_at, time.monotonic()) + size / self.bytes_per_s
+            now = time.monotonic()
+            begin = self._free_at if now - self._free_at < _GRACE_S else now
+            self._free_at = begin + size / self.bytes_per_s
             until = self._free_at
         time.sleep(max(0.0, until - time.monotonic()))
