@@ -37,7 +37,7 @@ from bench.throttle import HookedBackend, Throttle
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.streaming.landing import MemoryLanding
 from dualpath_sglang.streaming.load import LoadRequest, PoolLoad
-from dualpath_sglang.streaming.options import StreamOptions
+from dualpath_sglang.streaming.options import MIB, StreamOptions
 from dualpath_sglang.streaming.streamer import LayerStreamer
 from dualpath_storage import Geometry, StoreOptions, pieces_of
 
@@ -107,7 +107,7 @@ class Bench:
         self._pieces = self._cut(self._pages)
         self.cache.write(self.pool, self.keys, self._cut(self._stored))
         self._throttle.bytes_per_s = size / case.seconds
-        self.streamer = LayerStreamer(self.cache, StreamOptions(staging_bytes=size // 4))
+        self.streamer = LayerStreamer(self.cache, StreamOptions(staging_bytes=max(MIB, size // 4)))
         self._measure_device()
 
     def _cut(self, memory: bytearray) -> list[list[memoryview]]:
