@@ -1,4 +1,8 @@
-"""The state of a batch under way. Touched by the streamer's thread alone; no I/O, no clock."""
+"""The state of a batch under way; no I/O, no clock.
+
+Touched by the streamer's thread alone, but for a part that a worker arranges while its blocks are
+being looked up.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +35,19 @@ class Part:
         self.target: Target | None = None
 
     def arrange(self, places: Sequence[Placement]) -> None:
-        """Number the blocks: neighbours in a segment come one after the other.
-
-        Raises:
-            ValueError: the pages are not there.
-        """
+        """Number the blocks: neighbours in a segment come one after the other."""
         order = sorted(range(len(places)), key=lambda i: (places[i].segment, places[i].slot))
         self.order = order
         self.places = [places[i] for i in order]
         self.checksums = [None] * len(order)
-        pages = [self.load.pages[i] for i in order]
+
+    def aim(self) -> None:
+        """Find the pages, once the blocks are numbered.
+
+        Raises:
+            ValueError: they are not there.
+        """
+        pages = [self.load.pages[i] for i in self.order]
         self.target = self.load.landing.target(pages, self.request.load.after)
 
     def key(self, block: int) -> bytes:

@@ -230,44 +230,55 @@ class LayerStreamer:
         self._advance(batch)
 
     def _locate(self, batch: Batch, request: Request) -> None:
-        places: list[list[Placement | None]] = []
+        """Look the blocks up and put them in order, in a worker: a long chain takes a while."""
+        missing: list[tuple[Part, list[bytes]]] = []
+        done: list[Part] = []
 
         def look() -> None:
+            for part in request.parts if request.live else ():
+                keys = part.load.keys
+                places = self._cache.locate(part.load.pool, keys)
+                there = [place for place in places if place is not None]
+                if len(there) < len(keys):
+                    absent = [k for k, p in zip(keys, places, strict=True) if p is None]
+                    missing.append((part, absent))
+                else:
+                    part.arrange(there)
+                done.append(part)
+
+        def look_ended() -> None:
+            batch.unlocated -= 1
             if request.live:
-                places.extend(self._cache.locate(p.load.pool, p.load.keys) for p in request.parts)
+                self._on_located(batch, request, missing, whole=len(done) == len(request.parts))
+            if batch.unlocated == 0:
+                parts = [part for r in batch.requests if r.live for part in r.parts]
+                batch.make_plan([(part, self._job(part)) for part in parts])
+            self._advance(batch)
 
         batch.unlocated += 1
-        self._pipeline.call(look, partial(self._on_located, batch, request, places))
+        self._pipeline.call(look, look_ended)
 
     def _on_located(
-        self, batch: Batch, request: Request, places: Sequence[Sequence[Placement | None]]
+        self,
+        batch: Batch,
+        request: Request,
+        missing: Sequence[tuple[Part, Sequence[bytes]]],
+        *,
+        whole: bool,
     ) -> None:
-        batch.unlocated -= 1
-        if request.live:
-            try:
-                self._arrange(batch, request, places)
-            except Exception:
-                logger.exception("The pages of request %s cannot be loaded", request.load.rid)
-                self._end(batch, request, Outcome.ERROR)
-        if batch.unlocated == 0:
-            parts = [part for r in batch.requests if r.live for part in r.parts]
-            batch.make_plan([(part, self._job(part)) for part in parts])
-        self._advance(batch)
-
-    def _arrange(
-        self, batch: Batch, request: Request, places: Sequence[Sequence[Placement | None]]
-    ) -> None:
-        if len(places) != len(request.parts):
-            raise RuntimeError("the lookup failed")
-        for part, found in zip(request.parts, places, strict=True):
-            there = [place for place in found if place is not None]
-            if len(there) == len(found):
-                part.arrange(there)
-                continue
-            missing = [k for k, p in zip(part.load.keys, found, strict=True) if p is None]
-            self._report(part, [(key, None, ReadStatus.ABSENT) for key in missing])
+        for part, keys in missing:
+            self._report(part, [(key, None, ReadStatus.ABSENT) for key in keys])
+        if missing:
             self._end(batch, request, Outcome.MISS, ReadStatus.ABSENT.value)
             return
+        try:
+            if not whole:
+                raise RuntimeError("the lookup failed")
+            for part in request.parts:
+                part.aim()
+        except Exception:
+            logger.exception("The pages of request %s cannot be loaded", request.load.rid)
+            self._end(batch, request, Outcome.ERROR)
 
     def _job(self, part: Part) -> Job:
         geometry = part.load.pool.geometry
