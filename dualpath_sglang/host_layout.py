@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -97,6 +97,38 @@ class _Extent(NamedTuple):
     stride: int
 
 
+class _PagePieces(Sequence[memoryview]):
+    """The pieces of a page, made when they are asked for.
+
+    A batch of small pages has thousands. Alive at the same time they would set off Python's
+    garbage collector, which takes a tenth of a second in a process as large as SGLang's.
+    """
+
+    __slots__ = ("_extents", "_page")
+
+    def __init__(self, extents: Sequence[_Extent], page: int) -> None:
+        self._extents = extents
+        self._page = page
+
+    def __len__(self) -> int:
+        return len(self._extents)
+
+    def __iter__(self) -> Iterator[memoryview]:
+        page = self._page
+        return (v[b + page * s : e + page * s] for v, b, e, s in self._extents)
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+    @overload
+    def __getitem__(self, index: slice) -> _PagePieces: ...
+
+    def __getitem__(self, index: int | slice) -> memoryview | _PagePieces:
+        if isinstance(index, slice):
+            return _PagePieces(self._extents[index], self._page)
+        view, begin, end, stride = self._extents[index]
+        return view[begin + self._page * stride : end + self._page * stride]
+
+
 class DirectLayout:
     """Views of the pool's own memory."""
 
@@ -126,7 +158,7 @@ class DirectLayout:
         """Views of the pages; nothing is copied."""
         del fill
         extents = self._extents
-        yield Window([[v[b + p * s : e + p * s] for v, b, e, s in extents] for p in pages])
+        yield Window([_PagePieces(extents, page) for page in pages])
 
 
 class StagedLayout:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import itertools
 import logging
 import os
@@ -70,7 +71,15 @@ _UNPUBLISHED = {
 
 def _on_read_only_mount(path: Path) -> bool:
     existing = next((p for p in (path, *path.parents) if p.exists()), None)
-    return existing is not None and bool(os.statvfs(existing).f_flag & os.ST_RDONLY)
+    if existing is None:
+        return False
+    if os.statvfs(existing).f_flag & os.ST_RDONLY:
+        return True
+    try:  # after an error of its device, a mount may only refuse to write
+        os.close(os.open(existing, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        return error.errno == errno.EROFS
+    return False
 
 
 def _deadline(timeout_s: float | None, default_s: float) -> float:
@@ -512,7 +521,7 @@ class KVCache:
         """Take out least recently used pages until ``need_bytes`` are free; blocks taken out."""
         deadline = _deadline(timeout_s, self.options.write_timeout_s)
         with self._index_or_none() as index:
-            if index is not None:
+            if index is not None and not self.options.read_only:
                 return len(self._evictor.evict(index, need_bytes, deadline))
         return 0
 
@@ -525,7 +534,7 @@ class KVCache:
         wanted = None if units is None else set(units)
         removed = 0
         with self._index_or_none() as index:
-            if index is None:
+            if index is None or self.options.read_only:
                 return 0
             for geometry in self.geometries():
                 if namespace is not None and geometry.namespace != namespace:

@@ -156,6 +156,8 @@ class Pool:
                 index.drop_segments(self.geometry, gone, timeout_s)
                 index.forget_segments(self.geometry.id_bytes, gone, timeout_s)
             self.store.files.forget_unlinked()
+            if self.store.slots.owned():
+                self._describe()
             owned = set(self.store.slots.owned())
             wanted = owned.intersection(index.wanted(self.geometry))
             for number in wanted:
@@ -169,6 +171,12 @@ class Pool:
             for number in wanted.intersection(self.store.slots.retired()):
                 # Blocks that were being written when others asked for the segment.
                 self.take_back(index.evict_segment(self.geometry.id_bytes, number, timeout_s))
+
+    def _describe(self) -> None:
+        try:
+            self.store.files.create_directory()
+        except OSError as error:
+            logger.warning("Cannot write in %s: %s", self.store.directory, error)
 
     def _clean(self, timeout_s: float) -> set[Slot]:
         """Blank the headers of freed slots, so that a rescan agrees; those it could not blank.

@@ -68,7 +68,7 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    def start(self, timeout_s: float = 180.0) -> float:
+    def start(self, timeout_s: float = 300.0) -> float:
         """Launch, and wait until it answers; the seconds that took.
 
         Raises:

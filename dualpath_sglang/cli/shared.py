@@ -77,8 +77,7 @@ def plain(command: Callable[_P, _T]) -> Callable[_P, _T]:
         except (ConfigError, StoreError, IndexUnavailableError) as error:
             fail(str(error))
         except BrokenPipeError:
-            sys.stderr.close()  # the reader of our output has seen enough
-            raise typer.Exit(0) from None
+            raise  # the reader of the output has seen enough, which typer ends quietly
         except OSError as error:
             fail(f"{error}")
         except KeyboardInterrupt:

@@ -115,6 +115,8 @@ class EmbeddedIndex:
 
     @contextlib.contextmanager
     def _write(self, timeout_s: float) -> Iterator[lmdb.Transaction]:
+        if self._read_only:  # a writing one in this process may have opened the file
+            raise IndexUnavailableError(f"{self.path} is open for reading only")
         with self._env.write(timeout_s) as txn:
             was_clean = txn.get(b"clean", db=self._meta) == b"1"
             if was_clean:

@@ -254,6 +254,7 @@ class Environment:
             IndexDamagedError: it meets what cannot be.
         """
         assert self._env is not None
+        self._guard()
         fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         try:
             with self._told():

@@ -97,9 +97,12 @@ def layer_checksums(pieces: Pieces, layers: int) -> list[int]:
     if per_layer == 1:
         return [xxhash.xxh3_64_intdigest(piece) for piece in pieces]
     sums = []
-    for first in range(0, len(pieces), per_layer):
-        state = xxhash.xxh3_64()
-        for piece in pieces[first : first + per_layer]:
-            state.update(piece)
-        sums.append(state.intdigest())
+    state = xxhash.xxh3_64()
+    update = state.update
+    last = per_layer - 1
+    for i, piece in enumerate(pieces):
+        update(piece)
+        if i % per_layer == last:
+            sums.append(state.intdigest())
+            state.reset()
     return sums

@@ -20,6 +20,9 @@ GEOMETRY_FILE = "geometry.json"
 _SEGMENT_BYTES = 256 * MIB
 _MAX_SEGMENTS = 1024
 """All segments stay open: a large store gets larger segments, not more of them."""
+_INDEX_BYTES = 2 * MIB
+_INDEX_SHARE = 64
+"""What a segment leaves of the file system: an index that cannot grow finds none of its blocks."""
 
 
 class Space:
@@ -67,6 +70,7 @@ class Space:
             return False
         stat = os.statvfs(self.root)
         floor = stat.f_blocks * stat.f_frsize * self._options.min_free_fraction
+        floor = max(floor, _INDEX_BYTES + size // _INDEX_SHARE)
         if stat.f_bavail * stat.f_frsize - size < floor:
             self._note("the file system's share that stays free")
             return False

@@ -85,6 +85,7 @@ class Workers:
     """
 
     def __init__(self, count: int, name: str) -> None:
+        self.count = count
         self._queue: queue.SimpleQueue[tuple[_Job, Task] | None] = queue.SimpleQueue()
         self._since: list[float | None] = [None] * count
         self._threads = [

@@ -217,8 +217,8 @@ def test_two_tensor_parallel_ranks_give_storage_hits(kind, model, tmp_path):
 @pytest.mark.parametrize("kind", [MHA, MLA])
 def test_attention_waits_for_the_layer_it_reads(kind, model, tmp_path):
     trace = tmp_path / "trace.jsonl"
-    slow = {"SGLANG_CPU_LOAD_DELAY_S": "0.02", "SGLANG_CPU_LOAD_TRACE": str(trace)}
-    with FileServer(model(kind), tmp_path / "l3", env=slow) as server:
+    lazy = {"SGLANG_CPU_LOAD_ON_DEMAND": "1", "SGLANG_CPU_LOAD_TRACE": str(trace)}
+    with FileServer(model(kind), tmp_path / "l3", env=lazy) as server:
         cold = server.generate(PROMPT)
         server.flush()
         again = server.generate(PROMPT)
@@ -231,7 +231,7 @@ def test_attention_waits_for_the_layer_it_reads(kind, model, tmp_path):
 @pytest.mark.parametrize("kind", [MHA, MLA])
 def test_without_the_layer_wait_the_answer_is_wrong(kind, model, tmp_path):
     """Negative control: the wait above is what makes the answer right."""
-    no_wait = {"SGLANG_CPU_LOAD_DELAY_S": "0.2", "SGLANG_CPU_LOAD_NO_WAIT": "1"}
+    no_wait = {"SGLANG_CPU_LOAD_DELAY_S": "1", "SGLANG_CPU_LOAD_NO_WAIT": "1"}
     with FileServer(model(kind), tmp_path / "l3", env=no_wait) as server:
         cold = server.generate(PROMPT)
         server.flush()

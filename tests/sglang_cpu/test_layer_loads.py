@@ -81,6 +81,17 @@ def test_without_the_wait_a_layer_is_used_too_early():
     done.finish.synchronize()
 
 
+def test_on_demand_a_layer_is_loaded_when_it_is_waited_for_and_not_before():
+    loads, events = make(LoadSwitches(on_demand=True))
+    copied: list[int] = []
+    done = submit(loads, events, copied.append)
+    for layer in range(LAYERS):
+        assert copied == list(range(layer))
+        loads.wait_for_layer(events, layer)
+    done.finish.synchronize()
+    assert copied == list(range(LAYERS))
+
+
 def test_a_failed_load_raises_in_its_waiters_and_the_next_load_works():
     loads, events = make()
 
@@ -123,14 +134,12 @@ def test_a_load_without_events_can_be_awaited():
 
 def test_the_trace_tells_loaded_layers_and_waits(tmp_path):
     trace = tmp_path / "trace.jsonl"
-    loads, events = make(LoadSwitches(trace=trace))
-    go = threading.Event()
-    done = submit(loads, events, lambda layer: go.wait(30))
-    threading.Timer(0.05, go.set).start()
+    loads, events = make(LoadSwitches(trace=trace, on_demand=True))
+    done = submit(loads, events, lambda layer: None)
     for layer in range(LAYERS):
         loads.wait_for_layer(events, layer)
     done.finish.synchronize()
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
     assert [line["layers"] for line in lines if line["event"] == "submitted"] == [LAYERS]
-    assert [line["layer"] for line in lines if line["event"] == "loaded"] == [0, 1, 2]
-    assert 0 in [line["layer"] for line in lines if line["event"] == "waited"]
+    for event in ("loaded", "waited"):
+        assert [line["layer"] for line in lines if line["event"] == event] == [0, 1, 2]

@@ -193,14 +193,39 @@ def test_neighbours_are_one_transfer(open_store: Open, faulty: Faulty) -> None:
     stored = open_store(
         geometry("mha"), backend=faulty, max_io_bytes=2 * MIB, segment_bytes=2 * MIB
     )
-    keys = chain("a", 20)
+    keys = chain("a", 9)
     stored.write(keys)
     assert [what for what, _, _ in faulty.calls] == ["write"]
     faulty.calls.clear()
-    shuffled = random.Random(1).sample(keys, 20)
-    assert stored.read(shuffled) == [OK] * 20
+    shuffled = random.Random(1).sample(keys, 9)
+    assert stored.read(shuffled) == [OK] * 9
     assert len(faulty.calls) == 1
-    assert sum(faulty.calls[0][2]) == 20 * stored.geometry.slot_bytes
+    assert sum(faulty.calls[0][2]) == 9 * stored.geometry.slot_bytes
+
+
+def test_a_large_batch_is_parted_so_that_all_workers_take_turns(
+    open_store: Open, faulty: Faulty
+) -> None:
+    of = geometry("large", layers=8)
+    stored = open_store(
+        of, backend=faulty, threads=2, max_io_bytes=64 * MIB, segment_bytes=32 * MIB
+    )
+    keys = chain("a", 24)
+    stored.write(keys)
+    assert stored.read(keys) == [OK] * 24
+    assert {sum(sizes) for _, _, sizes in faulty.calls} == {3 * of.slot_bytes}
+
+
+def test_small_pieces_are_copied_and_large_ones_are_not(
+    open_store: Open, faulty: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the real limit
+    for kind, buffers in (("mha", {1}), ("large", {1 + 61 + 1, 1 + 61})):
+        stored = open_store(geometry(kind), backend=faulty)
+        faulty.calls.clear()
+        stored.write(chain("a", 5))
+        assert stored.read(chain("a", 5)) == [OK] * 5
+        assert {len(sizes) for _, _, sizes in faulty.calls} <= buffers
 
 
 def test_a_transfer_is_no_larger_than_asked(open_store: Open, faulty: Faulty) -> None:

@@ -140,6 +140,8 @@ class PosixBackend:
             os.pwritev(fd, [page], 0)
             return os.preadv(fd, [back], 0) == PAGE_BYTES and back == page
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return True  # it was opened for direct I/O; the disk is only full
             if error.errno not in _REFUSED:
                 logger.warning("Cannot probe %s for direct I/O: %s", directory, error)
             return False

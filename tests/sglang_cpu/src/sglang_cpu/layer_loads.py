@@ -30,6 +30,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+ON_DEMAND_TIMEOUT_S = 30.0
+
 
 @dataclass(frozen=True, slots=True)
 class LoadSwitches:
@@ -37,6 +39,7 @@ class LoadSwitches:
 
     trace: Path | None = None
     delay_s: float = 0.0
+    on_demand: bool = False
     no_wait: bool = False
 
     @classmethod
@@ -45,6 +48,7 @@ class LoadSwitches:
         return cls(
             trace=Path(trace) if trace else None,
             delay_s=float(os.environ.get("SGLANG_CPU_LOAD_DELAY_S", "0")),
+            on_demand=os.environ.get("SGLANG_CPU_LOAD_ON_DEMAND") == "1",
             no_wait=os.environ.get("SGLANG_CPU_LOAD_NO_WAIT") == "1",
         )
 
@@ -58,10 +62,12 @@ class LayerEvent:
     def __init__(self) -> None:
         self._set = threading.Event()
         self._set.set()
+        self._wanted = threading.Event()
         self._error: BaseException | None = None
 
     def clear(self) -> None:
         self._error = None
+        self._wanted.clear()
         self._set.clear()
 
     def record(self, stream: Any = None) -> None:
@@ -78,8 +84,13 @@ class LayerEvent:
         return done
 
     def synchronize(self) -> None:
+        self._wanted.set()
         self._set.wait()
         self.query()
+
+    def until_wanted(self, timeout_s: float) -> bool:
+        """Wait until somebody waits for this event; False after `timeout_s`."""
+        return self._wanted.wait(timeout_s)
 
     def wait(self, stream: Any = None) -> None:
         self.synchronize()
@@ -130,16 +141,25 @@ class LayerLoads:
             for event in layers:
                 event.clear()
 
+        def before(layer: int) -> None:
+            time.sleep(self._switches.delay_s)
+            if (
+                self._switches.on_demand
+                and layer < len(layers)
+                and not layers[layer].until_wanted(ON_DEMAND_TIMEOUT_S)
+            ):
+                logger.warning("Nobody waits for layer %d: loading it all the same", layer)
+
         def layer_done(layer: int) -> None:
             if on_layer_done is not None:
                 on_layer_done(layer)
             self._trace("loaded", layer=layer)
             if layer + 1 < transfer_layer_id_max:
-                time.sleep(self._switches.delay_s)
+                before(layer + 1)
 
         def load() -> None:
             try:
-                time.sleep(self._switches.delay_s)
+                before(0)
                 # The pools were made under inference mode, which is a property of a thread.
                 with torch.inference_mode():
                     original(
