@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 from dualpath_sglang.streaming.landing import Fence, Landed, Target
 from dualpath_sglang.streaming.load import Load, LoadRequest, Outcome, PoolLoad
-from dualpath_sglang.streaming.plan import Chunk, Job, chunks
+from dualpath_sglang.streaming.options import StreamOptions
+from dualpath_sglang.streaming.plan import Chunk, Job, chunks, layer_ranges
 from dualpath_storage import Placement, ReadStatus
+from dualpath_storage.ranges import RangeShape
 
 
 class Part:
@@ -49,6 +51,23 @@ class Part:
         """
         pages = [self.load.pages[i] for i in self.order]
         self.target = self.load.landing.target(pages, self.request.load.after)
+
+    def job(self, options: StreamOptions, io_bytes: int, most_bytes: int) -> Job:
+        """How it is cut into reads.
+
+        Args:
+            io_bytes: bytes of an I/O that give full bandwidth.
+            most_bytes: of one piece.
+        """
+        geometry = self.load.pool.geometry
+        blocks = len(self.load.keys)
+        ranges = layer_ranges(
+            geometry.layers, geometry.layer_bytes, options.first_io_bytes, io_bytes, most_bytes
+        )
+        fair = -(-blocks // options.queue_depth)  # every worker gets a share of a range
+        strides = [RangeShape(geometry, first, end, first == 0).stride for first, end in ranges]
+        steps = [max(1, min(most_bytes // stride, fair)) for stride in strides]
+        return Job(blocks, ranges, self.load.gates, steps)
 
     def key(self, block: int) -> bytes:
         """The key of a block."""

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.pool import Pool
+from dualpath_sglang.streaming.estimate import RateMeter
+from dualpath_sglang.streaming.options import StreamOptions
 from dualpath_storage import BlockStore, Placement, ReadStatus
 from dualpath_storage.memory import Arena, aligned
 from dualpath_storage.ranges import RangeItem, RangeShape
 from dualpath_storage.workers import Task, Workers
 
+logger = logging.getLogger(__name__)
+
+_DEFAULT_IO_BYTES = 256 << 10
 _MOST_BYTES = 2 << 20
 _GOOD_ENOUGH = 0.85
 _BLOCKS = 1024
@@ -26,6 +33,59 @@ class Measured:
 
     io_bytes: int
     bytes_per_s: float
+
+
+class Probe:
+    """Measures once, in the background and while nothing else is read.
+
+    Args:
+        post: leaves a message for the streamer's thread, which is the one that calls.
+        meter: learns the rate.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        options: StreamOptions,
+        post: Callable[[Callable[[], None]], None],
+        meter: RateMeter,
+    ) -> None:
+        self.io_bytes = options.io_bytes or _DEFAULT_IO_BYTES
+        """Bytes an I/O that give full bandwidth, as far as known."""
+        self._cache = cache
+        self._options = options
+        self._post = post
+        self._meter = meter
+        self._begun = options.io_bytes is not None or options.probe_s == 0
+
+    def begin(self, pool: Pool) -> None:
+        """Measure on the blocks of ``pool``, unless that was done or the operator gave a size."""
+        if not self._begun:
+            self._begun = True
+            threading.Thread(
+                target=self._run, args=(pool,), name="dualpath-stream-probe", daemon=True
+            ).start()
+
+    def _run(self, pool: Pool) -> None:
+        found: Measured | None = None
+        try:
+            found = measure(self._cache, pool, self._options.queue_depth, self._options.probe_s)
+        except Exception:
+            logger.exception("Measuring %s failed", pool.store.directory)
+        self._post(partial(self._on_measured, found))
+
+    def _on_measured(self, found: Measured | None) -> None:
+        if found is None:
+            self._begun = False  # too little there: once more after the next load
+            return
+        self.io_bytes = found.io_bytes
+        self._meter.set(found.bytes_per_s, time.monotonic())
+        logger.info(
+            "Streaming in I/Os of %d KiB: %.2f GB/s with %d in flight",
+            found.io_bytes >> 10,
+            found.bytes_per_s / 1e9,
+            self._options.queue_depth,
+        )
 
 
 def measure(cache: KVCache, pool: Pool, depth: int, limit_s: float) -> Measured | None:

@@ -29,8 +29,8 @@ from dualpath_sglang.streaming.landing import DONE, Landed, Staged
 from dualpath_sglang.streaming.load import Load, LoadRequest, LoadResult, OnLayer, Outcome
 from dualpath_sglang.streaming.options import StreamOptions
 from dualpath_sglang.streaming.pipeline import Pipeline
-from dualpath_sglang.streaming.plan import Job, Turns, layer_ranges
-from dualpath_sglang.streaming.probe import Measured, measure
+from dualpath_sglang.streaming.plan import Turns
+from dualpath_sglang.streaming.probe import Probe
 from dualpath_sglang.streaming.reads import Read
 from dualpath_sglang.streaming.stats import StreamStats
 from dualpath_storage import Geometry, Placement, ReadStatus, StoreError
@@ -39,7 +39,6 @@ from dualpath_storage.ranges import RangeShape
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_IO_BYTES = 256 << 10
 _POLL_S = 0.0005  # while a device reads pieces
 
 
@@ -70,8 +69,7 @@ class LayerStreamer:
             self._on_read,
             self._stats,
         )
-        self._io_bytes = self.options.io_bytes or _DEFAULT_IO_BYTES
-        self._probed = self.options.io_bytes is not None or self.options.probe_s == 0
+        self._probe = Probe(cache, self.options, self._inbox.put, self._pipeline.meter)
         self._batches: list[Batch] = []
         self._turns = Turns()
         self._queued_bytes = 0
@@ -99,7 +97,7 @@ class LayerStreamer:
 
     def measure(self, pool: Pool) -> None:
         """Measure the device in the background, once, if blocks of ``pool`` are there to read."""
-        self._inbox.put(partial(self._probe, pool))
+        self._inbox.put(partial(self._measure, pool))
 
     def start(
         self,
@@ -151,7 +149,7 @@ class LayerStreamer:
         stats.staging_peak_bytes = staging.peak_bytes
         stats.queued_bytes = self._queued_bytes
         stats.in_flight_reads = self._pipeline.in_flight
-        stats.io_bytes = self._io_bytes
+        stats.io_bytes = self._probe.io_bytes
         return stats
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -252,7 +250,9 @@ class LayerStreamer:
                 self._on_located(batch, request, missing, whole=len(done) == len(request.parts))
             if batch.unlocated == 0:
                 parts = [part for r in batch.requests if r.live for part in r.parts]
-                batch.make_plan([(part, self._job(part)) for part in parts])
+                most = min(self.options.piece_bytes, self._pipeline.staging.total_bytes // 2)
+                io_bytes = self._probe.io_bytes
+                batch.make_plan([(p, p.job(self.options, io_bytes, most)) for p in parts])
             self._advance(batch)
 
         batch.unlocated += 1
@@ -279,19 +279,6 @@ class LayerStreamer:
         except Exception:
             logger.exception("The pages of request %s cannot be loaded", request.load.rid)
             self._end(batch, request, Outcome.ERROR)
-
-    def _job(self, part: Part) -> Job:
-        geometry = part.load.pool.geometry
-        options = self.options
-        blocks = len(part.load.keys)
-        most = min(options.piece_bytes, self._pipeline.staging.total_bytes // 2)
-        ranges = layer_ranges(
-            geometry.layers, geometry.layer_bytes, options.first_io_bytes, self._io_bytes, most
-        )
-        fair = -(-blocks // options.queue_depth)  # every worker gets a share of a range
-        strides = [RangeShape(geometry, first, end, first == 0).stride for first, end in ranges]
-        steps = [max(1, min(most // stride, fair)) for stride in strides]
-        return Job(blocks, ranges, part.load.gates, steps)
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -415,34 +402,8 @@ class LayerStreamer:
                 self._batches.remove(batch)
             load.finish(tuple(batch.last.values()))
             if batch.parts:
-                self._probe(batch.parts[0].load.pool)
+                self._measure(batch.parts[0].load.pool)
 
-    # -- measuring --------------------------------------------------------------------------
-
-    def _probe(self, pool: Pool) -> None:
-        if self._probed or self._closed or self._batches:
-            return
-        self._probed = True
-
-        def run() -> None:
-            found: Measured | None = None
-            try:
-                found = measure(self._cache, pool, self.options.queue_depth, self.options.probe_s)
-            except Exception:
-                logger.exception("Measuring %s failed", pool.store.directory)
-            self._inbox.put(partial(self._on_measured, found))
-
-        threading.Thread(target=run, name="dualpath-stream-probe", daemon=True).start()
-
-    def _on_measured(self, found: Measured | None) -> None:
-        if found is None:
-            self._probed = False  # too little there: once more after the next load
-            return
-        self._io_bytes = found.io_bytes
-        self._pipeline.meter.set(found.bytes_per_s, time.monotonic())
-        logger.info(
-            "Streaming in I/Os of %d KiB: %.2f GB/s with %d in flight",
-            found.io_bytes >> 10,
-            found.bytes_per_s / 1e9,
-            self.options.queue_depth,
-        )
+    def _measure(self, pool: Pool) -> None:
+        if not self._closed and not self._batches:
+            self._probe.begin(pool)
