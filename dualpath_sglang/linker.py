@@ -2,7 +2,7 @@
 
 A thin adapter between SGLang's ``UnifiedCacheLinker`` and the parts that do the work:
 
-    lookup  ->  PrefixLookups (from memory, else 5 ms)  ->  admission (stall budget)
+    lookup  ->  PrefixLookups (from memory, else later)  ->  admission (stall budget)
     load    ->  requests kept for the batch
     start   ->  LayerStreamer: reads, checks, lands     ->  LayerCounter: layer i is there
     finish  ->  results by request; who failed is computed anew (`linker_hooks`)
@@ -175,8 +175,9 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         self._loads: dict[int, tuple[Load | None, Sequence[str]]] = {}
         self._failures: OrderedDict[str, int] = OrderedDict()
         self._decided: OrderedDict[str, Decision] = OrderedDict()
+        self.unanswered = False
+        """Whether the last lookup has no answer yet, so that its request should wait."""
         self.decoding = False
-        """Whether other requests would wait with a load; set by `linker_hooks`."""
         self.parent_key: str | None = None
         """The page before the first of the next offload, if known; set by `linker_hooks`."""
         self._metrics.follow(self._publish)
@@ -187,15 +188,28 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
     def lookup(self, rid: str, transfers: list[Any]) -> Sequence[int]:
         """Every prefix length, in pages, that all pools can restore and that is worth loading."""
         begin = time.monotonic()
+        self.unanswered = False
         keys = next(t.keys for t in transfers if str(t.name) == KV)
         if self._suspended or self._barred(rid):
             return []
         windows = {str(t.name): length(t.keys) for t in transfers if str(t.name) != KV}
         found = self._lookups.restorable(rid, keys, windows)
+        self._metrics.observe("lookup_seconds", time.monotonic() - begin)
+        self.unanswered = found is None
+        if found is None:
+            return []
         kept, decision = admit(found, self._cost(windows), self._affordable_bytes())
         self._note_decision(rid, decision, len(keys), found, kept)
-        self._metrics.observe("lookup_seconds", time.monotonic() - begin)
         return kept
+
+    def begin_pass(self, *, decoding: bool) -> None:
+        """The scheduler plans its next batch.
+
+        Args:
+            decoding: whether other requests would wait with a load.
+        """
+        self.decoding = decoding
+        self._lookups.begin_round()
 
     def _cost(self, windows: Mapping[str, int]) -> PageCost:
         every, once = 0, 0

@@ -21,7 +21,10 @@
 
 ``UnifiedCacheLinkerWrapper._sync_restorable_prefix``, around
     SGLang marks the lengths one by one: 16 384 of them keep the scheduler for tens of
-    milliseconds. A run is marked at once.
+    milliseconds. A run is marked at once. And a rank that cannot answer yet says so to all.
+
+``PrefillAdder.add_one_req``, around
+    A request whose lookup has no answer yet stays in the queue, and those behind it go on.
 
 ``UnifiedCacheLinkerWrapper._offload_node``, before
     Which key precedes the pages, so that none outlives its prefix in the store.
@@ -32,7 +35,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dualpath_sglang import recovery
@@ -44,6 +47,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _RECOVERY = "_dualpath_recovery"
 _REQUEST = "_dualpath_matched"
 _KEYS = "_dualpath_tail_keys"
+_WAITS = "_dualpath_waits"
 
 
 def _hooks() -> list[tuple[str, Callable[..., Any], str]]:
@@ -59,6 +63,7 @@ def _hooks() -> list[tuple[str, Callable[..., Any], str]]:
         (f"{_WRAPPER}.match", match, "AROUND"),
         (f"{_WRAPPER}._tail_hashes", tail_keys, "AROUND"),
         (f"{_WRAPPER}._sync_restorable_prefix", longest_common, "AROUND"),
+        ("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", add_request, "AROUND"),
         (f"{_WRAPPER}._offload_node", before_offload, "BEFORE"),
         (f"{_WRAPPER}.release_request", release, "BEFORE"),
     ]
@@ -141,8 +146,13 @@ def before_planning(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     last, running = given.get("last_batch"), given.get("running_batch")
     if args or running is None:
         last, running = scheduler.last_batch, scheduler.running_batch
-    linker.decoding = any(
-        not req.finished() for batch in (last, running) if batch is not None for req in batch.reqs
+    linker.begin_pass(
+        decoding=any(
+            not req.finished()
+            for batch in (last, running)
+            if batch is not None
+            for req in batch.reqs
+        )
     )
     if (state := _recovery(scheduler)) is not None:
         state.detach(scheduler, last, running)
@@ -177,6 +187,7 @@ def match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, result
     if (session is not None and session.streaming) or req.beam_group is not None or req.is_dllm():
         return result
     setattr(wrapper, _REQUEST, req)
+    setattr(req, _WAITS, False)
     try:
         return original(wrapper, key, req, result)
     finally:
@@ -204,21 +215,41 @@ def tail_keys(
 def longest_common(
     original: Callable[..., int],
     wrapper: Any,
-    restorable: Iterable[int],
+    restorable: Sequence[int],
     *,
     num_pages: int,
     device_hit_pages: int,
 ) -> int:
-    """The longest length that every rank can restore."""
-    if not isinstance(restorable, range) or restorable.step != 1:
+    """The longest length that every rank can restore; none while one of them does not know."""
+    linker = _linker(wrapper)
+    if linker is None:
         return original(wrapper, restorable, num_pages=num_pages, device_hit_pages=device_hit_pages)
     import torch
 
     mask = torch.zeros(num_pages + 1, dtype=torch.int)
-    mask[max(restorable.start, device_hit_pages + 1) : min(restorable.stop, num_pages + 1)] = 1
+    if isinstance(restorable, range):
+        mask[restorable.start : min(restorable.stop, num_pages + 1)] = 1
+    else:
+        for pages in restorable:
+            mask[pages] = 1
+    mask[: device_hit_pages + 1] = 0
+    mask[0] = int(not linker.unanswered)  # no length of its own
     wrapper.cache._all_reduce_attn_groups(mask, torch.distributed.ReduceOp.MIN)
     common = mask.nonzero()
-    return int(common[-1].item()) if common.numel() else 0
+    if mask[0] == 0:
+        if (req := getattr(wrapper, _REQUEST, None)) is not None:
+            setattr(req, _WAITS, True)
+        return 0
+    return int(common[-1].item())
+
+
+def add_request(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw: Any) -> Any:
+    """Pass over a request that waits for its lookup."""
+    if getattr(req, _WAITS, False):
+        from sglang.srt.managers.schedule_policy import AddReqResult
+
+        return AddReqResult.CONTINUE
+    return original(adder, req, *args, **kw)
 
 
 # -- storing ------------------------------------------------------------------------------------

@@ -7,11 +7,10 @@ decodes. An answer comes from the first of these that knows it:
 |---|---|---|
 | request | what it was told before, for the same keys | 10 s; a miss until something is written |
 | pages | which pages are there, and which are not | the next eviction here; 10 s, 1 s |
-| index | everything | asked by a thread of its own; the caller waits for 5 ms at the most |
+| index | everything | asked by a thread of its own, while the caller waits for a moment |
 
-A chain whose pages have not all been seen by then is answered by bisection, which is exact unless
-a page is missing from the middle of it: then the load finds out, and the next answer is right. An
-index that does not answer at all is a miss.
+When none of them knows in time there is no answer yet: the engine leaves the request in its queue
+and asks again. After a second, or while the index does not answer at all, it is a miss.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
 
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.pool import Pool
@@ -36,9 +36,11 @@ REQUEST_S = 10.0
 PRESENT_S = 10.0
 MISSING_S = 1.0
 PROMISE_S = 60.0
-STUCK_S = 0.1
+PATIENCE_S = 1.0
+STUCK_S = 1.0
 _SLICE = 256
-_WAITING_JOBS = 8
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,10 @@ class Need:
     window: str | None = None
 
 
+_Chain: TypeAlias = tuple[int, str, tuple[tuple[str, int], ...]]
+"""Names a chain: its length, its last key, which depends on all before, and the windows."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Answer:
     """What a request was told.
@@ -61,7 +67,7 @@ class _Answer:
         writes: the count of writes that it is good for; None for a complete hit, always good.
     """
 
-    chain: tuple[int, str, tuple[tuple[str, int], ...]]
+    chain: _Chain
     lengths: Sequence[int]
     until: float
     writes: int | None
@@ -72,37 +78,40 @@ class _Job:
     """A chain for the thread to look up.
 
     Args:
-        run: leading pages that are there for certain.
-        guess: leading pages by bisection.
+        run: leading pages that are there.
     """
 
+    chain: _Chain
     keys: Sequence[str]
     windows: Mapping[str, int]
     run: int
-    guess: int = 0
+    began: float
+    writes: int
     lengths: Sequence[int] = ()
     done: threading.Event = field(default_factory=threading.Event)
 
 
 class PrefixLookups:
-    """Answers for one model. ``restorable`` is for one thread; the rest is thread-safe.
+    """Answers for one model. For one thread, but for what others tell.
 
     Args:
         needs: the pools of a page, the anchor first.
-        timeout_s: longest wait for the index.
+        wait_s: longest time that all answers together may wait, from one :meth:`begin_round` to
+            the next.
     """
 
-    def __init__(self, cache: KVCache, needs: Sequence[Need], timeout_s: float = 0.005) -> None:
+    def __init__(self, cache: KVCache, needs: Sequence[Need], wait_s: float = 0.005) -> None:
         self._cache = cache
         self._every = [need.pool for need in needs if need.window is None]
         self._ends = [(need.pool, need.window) for need in needs if need.window is not None]
-        self._timeout_s = timeout_s
+        self._wait_s = self._left_s = wait_s
         self._answers: OrderedDict[str, _Answer] = OrderedDict()
+        self._asked: OrderedDict[str, _Job] = OrderedDict()
         self._pages = _PageMemory()
         self._epoch = cache.epoch
         self._writes = 0
         self.sources: Counter[str] = Counter()
-        """Answers by where they came from: request, pages, index, guess, none."""
+        """Answers by where they came from: request, pages, index, none."""
         self._jobs: list[_Job] = []
         self._wake = threading.Condition()
         self._began: float | None = None
@@ -112,69 +121,86 @@ class PrefixLookups:
 
     # -- asking -----------------------------------------------------------------------------
 
+    def begin_round(self) -> None:
+        """From now on answers may wait again."""
+        self._left_s = self._wait_s
+
     def restorable(
         self, rid: str, keys: Sequence[str], windows: Mapping[str, int] | None = None
-    ) -> Sequence[int]:
+    ) -> Sequence[int] | None:
         """Every prefix of ``keys`` that can be restored, as lengths in pages, ascending.
 
         The longest is promised to ``rid``, until :meth:`forget` or for a minute.
 
         Args:
             windows: pages at the end of a prefix that a window needs, by its name.
+
+        Returns:
+            None when it is not known yet: ask again.
         """
         if not keys:
             return ()
-        begin = time.monotonic()
+        now = time.monotonic()
         windows = windows or {}
         chain = (len(keys), keys[-1], tuple(sorted(windows.items())))
         answer = self._answers.get(rid)
-        if answer is None or answer.chain != chain or not self._holds(answer, begin):
-            answer = self._ask(chain, keys, windows, begin)
-            if answer.until > begin:
-                self._answers[rid] = answer
-                self._answers.move_to_end(rid)
-                if len(self._answers) > MAX_REQUESTS:
-                    self._answers.popitem(last=False)
-            if answer.lengths:
-                last = key_bytes(keys[answer.lengths[-1] - 1])
-                self._cache.promise(rid, self._every[0], last, PROMISE_S)
-        else:
+        if answer is not None and answer.chain == chain and self._holds(answer, now):
             self.sources["request"] += 1
+            return answer.lengths
+        answer = self._ask(rid, chain, keys, windows, now)
+        if answer is None:
+            return None
+        _remember(self._answers, rid, answer)
+        if answer.lengths:
+            last = key_bytes(keys[answer.lengths[-1] - 1])
+            self._cache.promise(rid, self._every[0], last, PROMISE_S)
         return answer.lengths
 
     def _holds(self, answer: _Answer, now: float) -> bool:
         return now < answer.until and answer.writes in (None, self._writes)
 
     def _ask(
-        self,
-        chain: tuple[int, str, tuple[tuple[str, int], ...]],
-        keys: Sequence[str],
-        windows: Mapping[str, int],
-        begin: float,
-    ) -> _Answer:
-        writes, epoch = self._writes, self._cache.epoch
+        self, rid: str, chain: _Chain, keys: Sequence[str], windows: Mapping[str, int], now: float
+    ) -> _Answer | None:
+        job = self._asked.get(rid)
+        if job is None or job.chain != chain:
+            self._forget_pages_after_evictions()
+            run, missing = self._pages.leading_run(keys)
+            if not self._ends and (missing or run == len(keys)):
+                self.sources["pages"] += 1
+                return self._answer(chain, range(1, run + 1), now, self._writes)
+            job = _Job(chain, keys, windows, run, now, self._writes)
+            if not self._submit(job):
+                self.sources["none"] += 1
+                return _Answer(chain, (), now + MISSING_S, self._writes)
+            _remember(self._asked, rid, job)
+        if not self._done_in_time(job):
+            if now - job.began < PATIENCE_S:
+                return None
+            self.sources["none"] += 1
+            del self._asked[rid]
+            return _Answer(chain, (), now + MISSING_S, self._writes)
+        self.sources["index"] += 1
+        del self._asked[rid]
+        return self._answer(chain, job.lengths, now, job.writes)
+
+    def _forget_pages_after_evictions(self) -> None:
+        epoch = self._cache.epoch
         if epoch != self._epoch:
             self._epoch = epoch
             self._pages.forget_present()
-        run, missing = self._pages.leading_run(keys)
-        if not self._ends and (missing or run == len(keys)):
-            self.sources["pages"] += 1
-            return self._answer(chain, range(1, run + 1), begin, writes)
-        job = _Job(keys, windows, run)
-        if self._submit(job) and job.done.wait(begin + self._timeout_s - time.monotonic()):
-            self.sources["index"] += 1
-            return self._answer(chain, job.lengths, begin, writes)
-        self.sources["guess" if job.guess else "none"] += 1
-        likely = 0 if self._ends else max(job.run, job.guess)
-        return _Answer(chain, range(1, likely + 1), begin, writes)  # asked again next time
 
-    def _answer(
-        self,
-        chain: tuple[int, str, tuple[tuple[str, int], ...]],
-        lengths: Sequence[int],
-        now: float,
-        writes: int,
-    ) -> _Answer:
+    def _done_in_time(self, job: _Job) -> bool:
+        if job.done.is_set():
+            return True
+        if self._left_s <= 0:
+            return False
+        begin = time.monotonic()
+        done = job.done.wait(self._left_s)
+        self._left_s -= time.monotonic() - begin
+        return done
+
+    def _answer(self, chain: _Chain, lengths: Sequence[int], now: float, writes: int) -> _Answer:
         complete = bool(lengths) and lengths[-1] == chain[0]
         until = now + (REQUEST_S if lengths else MISSING_S)
         return _Answer(chain, lengths, until, None if complete else writes)
@@ -189,17 +215,20 @@ class PrefixLookups:
     def doubt(self, rid: str) -> None:
         """What ``rid`` was told turned out wrong."""
         self._answers.pop(rid, None)
+        self._asked.pop(rid, None)
         self._pages.forget_present()
 
     def forget(self, rid: str) -> None:
         """The request needs its promise no more."""
         self._answers.pop(rid, None)
+        self._asked.pop(rid, None)
         self._cache.release(rid)
 
     def clear(self) -> None:
         """Forget everything."""
         for rid in list(self._answers):
             self.forget(rid)
+        self._asked.clear()
         self._pages.forget_all()
 
     def close(self) -> None:
@@ -217,7 +246,7 @@ class PrefixLookups:
             if self._closed or (began is not None and time.monotonic() - began > STUCK_S):
                 return False  # it hangs, and nobody waits for it any more
             self._jobs.append(job)
-            del self._jobs[:-_WAITING_JOBS]
+            del self._jobs[:-MAX_REQUESTS]
             self._wake.notify()
         return True
 
@@ -228,54 +257,34 @@ class PrefixLookups:
                     self._wake.wait()
                 if self._closed:
                     return
-                job = self._jobs.pop()  # the newest: somebody is waiting for it
+                job = self._jobs.pop(0)
                 self._began = time.monotonic()
             try:
                 self._look(job)
             except Exception:
                 logger.exception("A lookup failed, which counts as a miss")
+                job.lengths = ()
+                job.done.set()
             finally:
                 with self._wake:
                     self._began = None
 
     def _look(self, job: _Job) -> None:
-        keys, count = job.keys, len(job.keys)
+        """One slice of a chain; a long one takes turns with others."""
+        count = len(job.keys)
         epoch = self._cache.epoch
-        if not job.guess and not self._ends and count - job.run > _SLICE:
-            job.guess = self._bisect(keys, job.run)
-        while job.run < count:
-            part = keys[job.run : job.run + _SLICE]
-            present = self._present(self._every, part)
-            run = present.index(False) if False in present else len(part)
+        part = job.keys[job.run : job.run + _SLICE]
+        present = self._present(self._every, part)
+        run = present.index(False) if False in present else len(part)
+        job.run += run
+        if epoch == self._cache.epoch:
             self._pages.seen(part[:run], part[run] if run < len(part) else None)
-            job.run += run
-            if run < len(part):
-                break
+        if run == len(part) and job.run < count:
             with self._wake:
-                self._began = time.monotonic()
-                if self._jobs:  # somebody waits for another one
-                    self._jobs.insert(0, job)
-                    return
-        if epoch != self._cache.epoch:
-            self._pages.forget_present()
+                self._jobs.append(job)
+            return
         job.lengths = self._lengths(job)
         job.done.set()
-
-    def _bisect(self, keys: Sequence[str], known: int) -> int:
-        """Pages of a chain without gaps."""
-        if self._there(keys[-1]):
-            return len(keys)
-        low, high = known, len(keys) - 1  # the first `low` are there, key `high` is not
-        while low < high:
-            middle = (low + high) // 2
-            if self._there(keys[middle]):
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
-    def _there(self, key: str) -> bool:
-        return all(self._present(self._every, [key]))
 
     def _present(self, pools: Sequence[Pool], keys: Sequence[str]) -> list[bool]:
         raw = [key_bytes(key) for key in keys]
@@ -294,6 +303,13 @@ class PrefixLookups:
             there = self._present([pool], job.keys[: job.run])
             good = [a and b for a, b in zip(good, windows_of(there, need), strict=True)]
         return [i + 1 for i, ok in enumerate(good) if ok]
+
+
+def _remember(memory: OrderedDict[str, _T], rid: str, value: _T) -> None:
+    memory[rid] = value
+    memory.move_to_end(rid)
+    if len(memory) > MAX_REQUESTS:
+        memory.popitem(last=False)
 
 
 def windows_of(present: Sequence[bool], length: int) -> list[bool]:

@@ -134,9 +134,9 @@ def _around_read(switches: _Switches) -> Callable[..., Any]:
 
 
 def _around_announce(switches: _Switches) -> Callable[..., Any]:
-    def announce(original: Callable[..., Any], counter: Any, index: int, layer: int, *a: Any) -> Any:
-        switches.trace("announced", index=index, layer=layer)
-        return original(counter, index, layer, *a)
+    def announce(original: Callable[..., Any], counter: Any, index: int, *rest: Any) -> None:
+        switches.trace("announced", index=index, layer=rest[0])
+        original(counter, index, *rest)
 
     return announce
 

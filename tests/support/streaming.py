@@ -133,7 +133,7 @@ class Background:
         def run() -> None:
             try:
                 self._result = call(*args, **kwargs)
-            except BaseException as error:  # noqa: BLE001 -- raised again in the test
+            except BaseException as error:
                 self._error = error
 
         self._thread = threading.Thread(target=run, daemon=True)
