@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from dualpath_sglang import forms
 from dualpath_sglang.geometries import KV, PoolFacts
 from dualpath_sglang.host_layout import BlockForm
 from dualpath_storage import StoreError
@@ -232,7 +233,7 @@ def _pool(entry: Any, kvcache: Any) -> DevicePool:
             blocks = [[buffers[i], buffers[half + i]] for i in range(half)]
         else:
             blocks = [[buffer] for buffer in buffers]
-        kind = _rows_form(name, pool, blocks[0])
+        kind = _form(name, pool, blocks[0])
         gates = _gates(entry.layer_mapping, len(blocks))
         dtype = blocks[0][0].dtype
         own = int(getattr(pool, "layer_num", len(blocks)))
@@ -242,7 +243,7 @@ def _pool(entry: Any, kvcache: Any) -> DevicePool:
     form = BlockForm(
         len(blocks),
         _bytes(blocks[0], page_rows),
-        str(dtype).removeprefix("torch."),
+        forms.dtype_name(dtype),
         kind,
     )
     if any(_bytes(block, page_rows) != form.layer_bytes for block in blocks):
@@ -287,18 +288,16 @@ def _check_heads(pool: Any) -> None:
         raise ValueError(f"its rows are laid out as {layout}, not one token after the other.")
 
 
-def _rows_form(name: str, pool: Any, block: Tensors) -> str:
-    """What `host_pools` calls the same bytes; opaque pools get a name of their own."""
+def _form(name: str, pool: Any, block: Tensors) -> str:
+    """What `host_pools` calls the same bytes; others get a name of their own."""
     if hasattr(pool, "k_buffer") and len(block) == 2:
-        parts = [
-            f"{part}[token,head={t.shape[1]},dim={t.shape[2]}]"
-            for part, t in zip(("k", "v"), block, strict=True)
-        ]
-        return " ".join(["mha", *parts])
+        parts = zip(("k", "v"), block, strict=True)
+        return forms.heads([(part, int(t.shape[1]), int(t.shape[2])) for part, t in parts])
+    width = int(block[0].shape[-1])
     if name == KV and hasattr(pool, "kv_lora_rank"):
-        return f"mla [token,dim={block[0].shape[-1]}]"
+        return forms.latent(width)
     if name == "indexer":
-        return f"dsa-indexer [elements={block[0].shape[-1]}]"
+        return forms.rows(forms.INDEXER, width)
     return f"device {type(pool).__name__} {name} {list(block[0].shape[1:])}"
 
 
@@ -307,9 +306,9 @@ def _state_form(components: Sequence[Tensors]) -> str:
     names = ["temporal", *(f"conv{i}" for i in range(len(components)))]
     if len(components) == 1:
         names = names[1:]
-    parts = []
-    for name, layers in zip(names, components, strict=False):
-        shape = [len(layers), 1, *layers[0].shape[1:]]
-        dtype = str(layers[0].dtype).removeprefix("torch.")
-        parts.append(f"{name}{dtype}[{','.join(str(n) for n in shape)}]")
-    return " ".join(["state", *parts])
+    return forms.state(
+        [
+            (name, layers[0].dtype, [len(layers), 1, *layers[0].shape[1:]])
+            for name, layers in zip(names, components, strict=False)
+        ]
+    )
