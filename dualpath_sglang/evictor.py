@@ -141,19 +141,46 @@ class Evictor:
         used = [name for name in others if name in uses and name not in kept]
         if not used:
             return False
-        victim = min(used, key=lambda name: uses[name])
+        return self._empty(index, min(used, key=lambda name: uses[name]), deadline)
+
+    def _empty(self, index: Index, name: tuple[bytes, int], deadline: float) -> bool:
+        """Take out what is in a segment; whether its file is gone already."""
         for pool in self._pools():
-            if pool.geometry.id_bytes == victim[0]:
-                pool.retire(victim[1])
+            if pool.geometry.id_bytes == name[0]:
+                pool.retire(name[1])
         promised = self._promised()
-        self._note(index.evict_segment(victim[0], victim[1], _left(deadline), promised=promised))
-        return self._remove(index, victim, deadline)
+        self._note(index.evict_segment(name[0], name[1], _left(deadline), promised=promised))
+        return self._remove(index, name, deadline)
+
+    def shrink(self, index: Index, timeout_s: float) -> None:
+        """Free least recently used segments as long as the store takes more than it may.
+
+        Raises:
+            IndexUnavailableError: the index cannot answer now.
+            OSError: the root is gone.
+        """
+        excess = self._space.excess_bytes()
+        if excess <= 0:
+            return
+        deadline = time.monotonic() + timeout_s
+        sizes = self._segments()
+        uses = index.segment_uses()
+        for name in sorted(sizes, key=lambda name: uses.get(name, 0)):
+            if excess <= 0 or time.monotonic() >= deadline:
+                break
+            # One without blocks that is not ours goes at its owner's next upkeep.
+            if name in uses:
+                self._empty(index, name, deadline)
+            else:
+                self._remove(index, name, deadline)
+            excess -= sizes[name]
 
     def relieve(self, index: Index, timeout_s: float) -> None:
         """Give up spare empty segments when others cannot get one.
 
         Raises:
             IndexUnavailableError: the index cannot answer now.
+            OSError: the root is gone.
         """
         for pool in self._pools():
             if not self._space.fits(self._space.segment_bytes(pool.geometry)):
@@ -170,16 +197,16 @@ class Evictor:
             if name[0] == geometry.id_bytes and name not in uses:
                 self._remove(index, name, deadline)
 
-    def _segments(self) -> list[tuple[bytes, int]]:
-        """Geometry id and number of every segment on disk."""
-        names = []
-        for path, _ in self._space.segments():
+    def _segments(self) -> dict[tuple[bytes, int], int]:
+        """Bytes of every segment on disk, by geometry id and number."""
+        sizes = {}
+        for path, size in self._space.segments():
             number = segment_number(path)
             with contextlib.suppress(ValueError):
                 gid = bytes.fromhex(path.parent.name)
                 if number is not None and len(gid) == 16:
-                    names.append((gid, number))
-        return names
+                    sizes[gid, number] = size
+        return sizes
 
     def _remove(self, index: Index, name: tuple[bytes, int], deadline: float) -> bool:
         """Remove a segment without blocks; False when a living process owns it or it has some."""
@@ -195,6 +222,8 @@ class Evictor:
                 return False
             path.unlink()
             file.close()
+        except FileNotFoundError:  # its owner was faster
+            return True
         except OSError as error:
             logger.warning("Cannot remove segment %s: %s", path, error)
             return False

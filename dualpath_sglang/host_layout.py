@@ -8,18 +8,18 @@ under one layout of the host pool is read under another.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias, overload
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from dualpath_sglang.page_memory import PageMemory, memory_view
 from dualpath_storage.blocks import Pieces
 from dualpath_storage.errors import StoreError
 from dualpath_storage.geometry import align_up
@@ -90,45 +90,6 @@ def layout_of(components: list[Component], dtype: str, form: str) -> HostLayout:
     return StagedLayout(block, components, pages)
 
 
-class _Extent(NamedTuple):
-    view: memoryview
-    begin: int
-    end: int
-    stride: int
-
-
-class _PagePieces(Sequence[memoryview]):
-    """The pieces of a page, made when they are asked for.
-
-    A batch of small pages has thousands. Alive at the same time they would set off Python's
-    garbage collector, which takes a tenth of a second in a process as large as SGLang's.
-    """
-
-    __slots__ = ("_extents", "_page")
-
-    def __init__(self, extents: Sequence[_Extent], page: int) -> None:
-        self._extents = extents
-        self._page = page
-
-    def __len__(self) -> int:
-        return len(self._extents)
-
-    def __iter__(self) -> Iterator[memoryview]:
-        page = self._page
-        return (v[b + page * s : e + page * s] for v, b, e, s in self._extents)
-
-    @overload
-    def __getitem__(self, index: int) -> memoryview: ...
-    @overload
-    def __getitem__(self, index: slice) -> _PagePieces: ...
-
-    def __getitem__(self, index: int | slice) -> memoryview | _PagePieces:
-        if isinstance(index, slice):
-            return _PagePieces(self._extents[index], self._page)
-        view, begin, end, stride = self._extents[index]
-        return view[begin + self._page * stride : end + self._page * stride]
-
-
 class DirectLayout:
     """Views of the pool's own memory."""
 
@@ -141,24 +102,13 @@ class DirectLayout:
         """
         self.form = form
         self.page_count = page_count
-        self._buffers = slices  # keeps the memory alive while it is lent
-        views: dict[int, memoryview] = {}
-        self._extents: list[_Extent] = []
-        for t in slices:
-            storage = t.untyped_storage()
-            base = storage.data_ptr()
-            if base not in views:
-                views[base] = memory_view(base, storage.nbytes())
-            begin = t.data_ptr() - base
-            end = begin + t[0].numel() * t.element_size()
-            self._extents.append(_Extent(views[base], begin, end, t.stride(0) * t.element_size()))
+        self._memory = PageMemory(slices, form.layers)
 
     @contextmanager
     def window(self, pages: Sequence[int], *, fill: bool) -> Iterator[Window]:
         """Views of the pages; nothing is copied."""
         del fill
-        extents = self._extents
-        yield Window([_PagePieces(extents, page) for page in pages])
+        yield Window([self._memory.pieces(page) for page in pages])
 
 
 class StagedLayout:
@@ -289,11 +239,6 @@ class Staging:
         finally:
             with self._lock:
                 self._free.append(memory)
-
-
-def memory_view(address: int, size: int) -> memoryview:
-    """Writable bytes at an address. The caller keeps their owner alive."""
-    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ geometry names class and layout.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,8 @@ from dualpath_sglang.host_layout import (
     layout_of,
 )
 from dualpath_storage.errors import StoreError
+
+logger = logging.getLogger(__name__)
 
 
 def describe(pool: Any, *, flat: bool = False) -> HostLayout | None:
@@ -55,7 +58,8 @@ def describe(pool: Any, *, flat: bool = False) -> HostLayout | None:
             "DualPath cannot store host pools that are striped over ranks; start SGLang without "
             "--enable-kv-cache-sharding."
         )
-    if is_anchor(pool) or getattr(pool, "_is_dummy", False) or pool.size == 0:
+    empty = pool.size == 0 or getattr(pool, "layer_num", 1) == 0
+    if empty or is_anchor(pool) or getattr(pool, "_is_dummy", False):
         return None
     return _known(pool, None) or _opaque(pool, flat)
 
@@ -231,14 +235,11 @@ def _opaque(pool: Any, flat: bool) -> HostLayout:
     name, step = type(pool).__name__, indices_per_page(pool)
     form = f"opaque {name} {pool.layout}"
     dtype = forms.dtype_name(pool.dtype)
-    try:
-        if not flat:
-            _, sizes = pool.get_page_buffer_meta(torch.arange(step))
-            sizes = [int(size) for size in sizes]
-            block = BlockForm(1, sum(sizes), dtype, f"{form} extents={sizes}")
-            return ExtentLayout(block, pool, step, sizes)
-    except Exception:  # noqa: BLE001 -- such a pool may still copy whole pages
-        pass
+    sizes = None if flat else _extents(pool, step)
+    if sizes:
+        return ExtentLayout(
+            BlockForm(1, sum(sizes), dtype, f"{form} extents={sizes}"), pool, step, sizes
+        )
     try:
         size = flat_view(pool.get_dummy_flat_data_page()).nbytes
         return FlatLayout(BlockForm(1, size, dtype, f"{form} flat={size}"), pool, step)
@@ -247,3 +248,13 @@ def _opaque(pool: Any, flat: bool) -> HostLayout:
             f"DualPath cannot address the pages of the host pool {name} in layout {pool.layout}: "
             f"{error}."
         ) from error
+
+
+def _extents(pool: Any, step: int) -> list[int] | None:
+    """Bytes of each extent of a page, or None when the pool does not say where they are."""
+    try:
+        _, sizes = pool.get_page_buffer_meta(torch.arange(step))
+        return [int(size) for size in sizes]
+    except Exception as error:  # noqa: BLE001 -- pools refuse this call with whatever they like
+        logger.debug("%s has no extents: %s", type(pool).__name__, error)
+        return None

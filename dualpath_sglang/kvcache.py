@@ -130,6 +130,7 @@ class KVCache:
         )
         self._touches: list[tuple[bytes, tuple[bytes, ...]]] = []
         self._generation = 0
+        self._has_written = False
         self._maintaining = threading.Lock()
         self._stalled = False
         self._readers = Workers(options.io_threads, "dualpath-read")
@@ -360,8 +361,9 @@ class KVCache:
         index: Index,
         keys: Sequence[bytes],
         found: dict[int, Placement],
-        statuses: Sequence[ReadStatus],
+        statuses: list[ReadStatus],
     ) -> None:
+        """Take damaged blocks out; one that was evicted while it was read is only moved."""
         bad = [i for i in found if statuses[i].damaged]
         if not bad or self.options.read_only:
             return
@@ -385,13 +387,18 @@ class KVCache:
             return
         pool.take_back([row for row in freed if row.slot not in broken])
         self._counters.add("repaired_blocks", len(freed))
-        if freed:  # else they were evicted or replaced since the lookup
+        taken_out = {row.slot for row in freed}
+        for i in bad:
+            if Slot(found[i].segment, found[i].slot) not in taken_out:
+                statuses[i] = ReadStatus.GENERATION
+        damaged = [i for i in bad if statuses[i] is not ReadStatus.GENERATION]
+        if damaged:
             logger.warning(
                 "%d damaged blocks in %s, first %s: %s",
-                len(freed),
+                len(damaged),
                 pool.store.directory,
-                keys[bad[0]].hex(),
-                statuses[bad[0]].value,
+                keys[damaged[0]].hex(),
+                statuses[damaged[0]].value,
             )
 
     # -- writing ----------------------------------------------------------------------------
@@ -421,6 +428,7 @@ class KVCache:
         results = [WriteResult.DROPPED] * len(keys)
         generation = self._next_generation()
         if pool.writer and keys:
+            self._has_written = True
             with self._index_or_none() as index, pool.claim(keys, generation) as mine:
                 if index is not None:
                     parents = [parent or NO_PARENT, *keys[:-1]]
@@ -611,6 +619,8 @@ class KVCache:
                 for pool in self._attached():
                     if pool.writer:
                         pool.maintain(index, timeout_s)
+                if self._has_written:  # tools that only look have no say in the capacity
+                    self._evictor.shrink(index, timeout_s)
                 self._evictor.relieve(index, timeout_s)
                 index.upkeep()
 

@@ -100,17 +100,22 @@ class Pool:
             ):
                 slots += table.take(count - len(slots), generation)
                 continue
+            owned = table.owned()
+            self.take_back(index.freed(self.geometry, owned))  # by other processes
+            if more := table.take(count - len(slots), generation):
+                slots += more
+                continue
             if keep is not None and not index.present(*keep):
                 break
-            if table.owned():  # else nothing that is evicted could be of use here
+            if owned:  # else nothing that is evicted could be of use here
                 need_bytes = (count - len(slots)) * self.geometry.slot_bytes
                 evictor.evict(index, need_bytes, deadline, keep=keep)
             more = table.take(count - len(slots), generation)
             slots += more
             fruitless = 0 if more else fruitless + 1
-            if table.owned() and fruitless < _ROUNDS_BEFORE_RECLAIM:
+            if owned and fruitless < _ROUNDS_BEFORE_RECLAIM:
                 continue
-            if not evictor.reclaim(index, self.geometry, table.owned(), deadline, keep=keep):
+            if not evictor.reclaim(index, self.geometry, owned, deadline, keep=keep):
                 break
 
     @contextmanager

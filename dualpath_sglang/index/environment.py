@@ -275,6 +275,7 @@ class Environment:
     def _guard(self) -> None:
         if self._replaced():
             raise IndexDamagedError(f"{self.path} was removed or replaced")
+        size_bytes = self._size_bytes  # ahead of the look, which another thread may overtake
         stat = self._stat()
         stamp = self._read_stamp()
         if stamp == stat.st_mtime_ns:
@@ -284,9 +285,9 @@ class Environment:
             stat = self._stat()
             if stamp == self._read_stamp() != stat.st_mtime_ns:
                 raise IndexDamagedError(f"{self.path} was changed by another program")
-        if stat.st_size < max(_MIN_BYTES, self._size_bytes):
+        if stat.st_size < max(_MIN_BYTES, size_bytes):
             raise IndexDamagedError(f"{self.path} was cut short")
-        self._size_bytes = stat.st_size
+        self._size_bytes = max(self._size_bytes, stat.st_size)
 
     def _stat(self) -> os.stat_result:
         try:

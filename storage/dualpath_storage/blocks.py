@@ -19,6 +19,34 @@ Pieces: TypeAlias = Sequence[memoryview]
 layer, the pieces of a layer adding up to ``layer_bytes``. Writable when it is read into."""
 
 
+class CopyingPieces(Sequence[memoryview]):
+    """Pieces that may know a quicker way to be copied than one by one."""
+
+    def copy_to(self, block: memoryview) -> None:
+        """Put the pieces end to end at the beginning of ``block``."""
+        gather(self, block)
+
+    def copy_from(self, block: memoryview) -> None:
+        """Inverse of :meth:`copy_to`."""
+        scatter(self, block)
+
+
+def gather(pieces: Pieces, block: memoryview) -> None:
+    """Put pieces end to end at the beginning of ``block``, one by one."""
+    offset = 0
+    for piece in pieces:
+        block[offset : offset + len(piece)] = piece
+        offset += len(piece)
+
+
+def scatter(pieces: Pieces, block: memoryview) -> None:
+    """Inverse of :func:`gather`."""
+    offset = 0
+    for piece in pieces:
+        piece[:] = block[offset : offset + len(piece)]
+        offset += len(piece)
+
+
 def key_bytes(key: str) -> bytes:
     """A page's name as 32 bytes: 64 hex digits as they are, any other text by its SHA-256."""
     if len(key) == 2 * KEY_BYTES:

@@ -1,10 +1,15 @@
-"""Page-aligned scratch memory for direct I/O."""
+"""Page-aligned scratch memory for I/O."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import mmap
 
 from dualpath_storage.geometry import align_up
+
+_HUGE_BYTES = 2 << 20
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class Arena:
@@ -15,7 +20,7 @@ class Arena:
 
     def __init__(self) -> None:
         self._headers = memoryview(b"")
-        self._bounce = memoryview(b"")
+        self._payload = memoryview(b"")
 
     def headers(self, size: int) -> memoryview:
         """At least ``size`` aligned bytes for header pages and padding."""
@@ -23,13 +28,27 @@ class Arena:
             self._headers = aligned(size)
         return self._headers
 
-    def bounce(self, size: int) -> memoryview:
-        """At least ``size`` aligned bytes for payload that cannot be read or written in place."""
-        if len(self._bounce) < size:
-            self._bounce = aligned(size)
-        return self._bounce
+    def payload(self, size: int) -> memoryview:
+        """At least ``size`` aligned bytes, in huge pages where there are any, for whole slots."""
+        if len(self._payload) < size:
+            self._payload = in_huge_pages(size)
+        return self._payload
 
 
 def aligned(size: int) -> memoryview:
     """New zeroed memory, aligned to a page."""
-    return memoryview(mmap.mmap(-1, align_up(max(size, 1))))
+    return memoryview(mmap.mmap(-1, align_up(max(size, 1)), flags=_PRIVATE))
+
+
+def in_huge_pages(size: int) -> memoryview:
+    """New zeroed memory, aligned to 2 MiB and in pages as large where the system has them.
+
+    Memory in one piece is one segment to a device, and one page for the kernel to pin.
+    """
+    size = align_up(max(size, 1))
+    area = mmap.mmap(-1, size + _HUGE_BYTES, flags=_PRIVATE)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % _HUGE_BYTES
+    with contextlib.suppress(OSError):
+        # Not the rest beyond the last whole one: it would cost 2 MiB for a header page.
+        area.madvise(mmap.MADV_HUGEPAGE, start, max(1, size // _HUGE_BYTES) * _HUGE_BYTES)
+    return memoryview(area)[start : start + size]

@@ -77,6 +77,19 @@ class Space:
         self._note("")
         return True
 
+    def excess_bytes(self) -> int:
+        """Bytes that the store should give back: its capacity may be smaller by now, or others may
+        have taken what was to stay free.
+
+        Raises:
+            OSError: the root is gone.
+        """
+        stat = os.statvfs(self.root)
+        floor = stat.f_blocks * stat.f_frsize * self._options.min_free_fraction
+        short = int(floor) - stat.f_bavail * stat.f_frsize
+        used = self.used_bytes()
+        return max(0, used - self.capacity_bytes, min(short, used))
+
     def _note(self, limit: str) -> None:
         if limit != self._limit:
             self._limit = limit

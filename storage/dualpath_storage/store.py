@@ -13,13 +13,16 @@ from pathlib import Path
 from dualpath_storage import header as headers
 from dualpath_storage.backends import Backend, SegmentFile
 from dualpath_storage.blocks import (
+    CopyingPieces,
     Pieces,
     Placement,
     ReadItem,
     ReadStatus,
     WriteItem,
     WriteStatus,
+    gather,
     pieces_of,
+    scatter,
 )
 from dualpath_storage.geometry import Geometry
 from dualpath_storage.header import HEADER_BYTES, Header
@@ -35,10 +38,6 @@ logger = logging.getLogger(__name__)
 _MAX_BUFFERS = 1000  # the kernel takes 1024 a call
 _MIN_IO_BYTES = 512 << 10  # neighbours merge up to this size even when workers stay idle
 _TURNS = 4  # I/Os a worker should get of a large batch
-MIN_PIECE_BYTES = 32 << 10
-"""Smaller pieces are copied: for a device each is a segment of its own, and thousands of segments
-cost more than a copy (a virtual disk reads 4 KiB pieces at a third of its speed)."""
-
 _SCAN_BATCH = 256
 _WARN_EVERY_S = 10.0
 
@@ -99,7 +98,6 @@ class BlockStore:
         self._pad_bytes = geometry.slot_bytes - HEADER_BYTES - geometry.block_bytes
         self._lock = threading.Lock()
         self._ranges = RangeReader(geometry, self.files.get, self._failed_read, max_io_bytes)
-        self._in_place = True  # until the kernel refuses a caller's buffers
         self._warned_at = float("-inf")
 
     def close(self) -> None:
@@ -158,7 +156,7 @@ class BlockStore:
             return []
         share = -(-len(items) // (_TURNS * workers.count))
         most = min(max(share, self._min_blocks), self._max_blocks)
-        if self._fits_in_place(items[0].pieces):
+        if self._in_place(items[0].pieces):
             most = max(1, min(most, _MAX_BUFFERS // (len(items[0].pieces) + 2)))
         groups: list[list[int]] = []
         segment, following = -1, -1
@@ -222,19 +220,14 @@ class BlockStore:
     ) -> list[ReadStatus]:
         size = self.geometry.slot_bytes
         offset = items[0].placement.slot * size
-        if self._fits_in_place(items[0].pieces):
+        if self._in_place(items[0].pieces):
             pages, blocks, buffers = self._buffers(arena, items)
-            try:
-                got = file.read(buffers, offset)
-            except OSError as error:
-                if not self._refused(error):
-                    raise
-            else:
-                return [
-                    self._check(pages[i], item, blocks[i], got - i * size)
-                    for i, item in enumerate(items)
-                ]
-        area = arena.bounce(len(items) * size)[: len(items) * size]
+            got = file.read(buffers, offset)
+            return [
+                self._check(pages[i], item, blocks[i], got - i * size)
+                for i, item in enumerate(items)
+            ]
+        area = arena.payload(len(items) * size)[: len(items) * size]
         got = file.read([area], offset)
         results = []
         for i, item in enumerate(items):
@@ -252,7 +245,7 @@ class BlockStore:
     ) -> list[ReadStatus]:
         """The layers of the window, which rarely lie on page borders: by way of the arena."""
         shape = RangeShape(self.geometry, *window, header=True)
-        area = arena.bounce(len(items) * shape.stride)
+        area = arena.payload(len(items) * shape.stride)
         reads = self._ranges.read([RangeItem(i.key, i.placement) for i in items], shape, area)
         per_layer = len(items[0].pieces) // self.geometry.layers
         for i, read in enumerate(reads):
@@ -327,22 +320,20 @@ class BlockStore:
         size = self.geometry.slot_bytes
         file = self.files.owned(items[0].placement.segment)
         offset = items[0].placement.slot * size
-        if self._fits_in_place(items[0].pieces):
+        if self._in_place(items[0].pieces):
             pages, blocks, buffers = self._buffers(arena, items)
             if self._pad_bytes:
                 buffers[-1][:] = bytes(self._pad_bytes)  # the same memory pads every block
             for page, block, item in zip(pages, blocks, items, strict=True):
                 self._encode(page, block, item)
-            try:
-                return file.write(buffers, offset) == len(items) * size
-            except OSError as error:
-                if not self._refused(error):
-                    raise
-        area = arena.bounce(len(items) * size)[: len(items) * size]
+            return file.write(buffers, offset) == len(items) * size
+        area = arena.payload(len(items) * size)[: len(items) * size]
         for i, item in enumerate(items):
             slot = area[i * size : (i + 1) * size]
             payload = slot[HEADER_BYTES:]
             _gather(item.pieces, payload)
+            if self._pad_bytes:
+                payload[self.geometry.block_bytes :] = bytes(self._pad_bytes)
             self._encode(slot[:HEADER_BYTES], pieces_of(payload, self.geometry), item)
         return file.write([area], offset) == len(items) * size
 
@@ -465,24 +456,14 @@ class BlockStore:
                 buffers.append(pad)
         return pages, blocks, buffers
 
-    def _fits_in_place(self, pieces: Pieces) -> bool:
-        """Whether the device may read and write the caller's memory itself, and had better."""
-        if not self._in_place or len(pieces) + 2 > _MAX_BUFFERS:
-            return False
-        if self._alignment == 1:
-            return True
-        return self._pad_bytes % self._alignment == 0 and all(
-            len(piece) >= MIN_PIECE_BYTES and len(piece) % self._alignment == 0 for piece in pieces
-        )
+    def _in_place(self, pieces: Pieces) -> bool:
+        """Whether the kernel is given the caller's memory itself.
 
-    def _refused(self, error: OSError) -> bool:
-        """Whether the kernel only refuses the caller's buffers; from then on they are copied."""
-        if error.errno not in (errno.EINVAL, errno.EFAULT) or self._alignment == 1:
-            return False
-        if self._in_place:
-            self._in_place = False
-            logger.info("Direct I/O refuses the pool's memory (%s): copying instead", error)
-        return True
+        Through the page cache, because it copies anyway. Direct I/O uses the workers' memory in
+        huge pages, and a copy: ordinary memory lies in scattered 4 KiB pages, each a segment of
+        its own to the device, which costs more than copying from memory that is in the cache.
+        """
+        return self._alignment == 1 and len(pieces) + 2 <= _MAX_BUFFERS
 
 
 def _write_error(error: OSError) -> WriteStatus:
@@ -493,16 +474,15 @@ def _write_error(error: OSError) -> WriteStatus:
     return WriteStatus.IO_ERROR if error.errno in _DEVICE_ERRORS else WriteStatus.UNAVAILABLE
 
 
-def _scatter(data: memoryview, pieces: Pieces) -> None:
-    offset = 0
-    for piece in pieces:
-        piece[:] = data[offset : offset + len(piece)]
-        offset += len(piece)
+def _scatter(block: memoryview, pieces: Pieces) -> None:
+    if isinstance(pieces, CopyingPieces):
+        pieces.copy_from(block)
+    else:
+        scatter(pieces, block)
 
 
-def _gather(pieces: Pieces, data: memoryview) -> None:
-    offset = 0
-    for piece in pieces:
-        data[offset : offset + len(piece)] = piece
-        offset += len(piece)
-    data[offset:] = bytes(len(data) - offset)
+def _gather(pieces: Pieces, block: memoryview) -> None:
+    if isinstance(pieces, CopyingPieces):
+        pieces.copy_to(block)
+    else:
+        gather(pieces, block)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from dualpath_sglang.index import EmbeddedIndex
 from dualpath_sglang.kvcache import KVCache, WriteResult
 from dualpath_sglang.pool import Pool
 from dualpath_storage import Geometry, Placement, StoreOptions
@@ -102,12 +104,26 @@ def rescan(cache: KVCache, of: Geometry) -> set[bytes]:
     return set()
 
 
+def killed(cache: KVCache) -> None:
+    """Let go of everything, as the kernel does for a killed process."""
+    cache._stop.set()
+    cache._upkeep.join()
+    cache._readers.close()
+    cache._writers.close()
+    for pool in cache._attached():
+        pool.store.close()
+    index = cache._keeper.index
+    if isinstance(index, EmbeddedIndex):
+        index._env.release()
+
+
 def used_bytes(root: Path) -> int:
     """Bytes of all segment files, as the file system says."""
-    total = 0
-    for path in root.glob("*/seg-*"):
-        try:
-            total += path.stat().st_size
-        except FileNotFoundError:
-            continue
-    return total
+    while True:  # until nothing came or went while we looked
+        paths = set(root.glob("*/seg-*"))
+        total = 0
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_size
+        if paths == set(root.glob("*/seg-*")):
+            return total

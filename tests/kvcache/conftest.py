@@ -34,12 +34,6 @@ def opened(root: Path) -> Iterator[Callable[..., KVCache]]:
 
 
 @pytest.fixture(autouse=True)
-def _both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the small pieces of `mha` take the way of large ones; those of `mla` are copied."""
-    monkeypatch.setattr("dualpath_storage.store.MIN_PIECE_BYTES", 0)
-
-
-@pytest.fixture(autouse=True)
 def _sound_at_a_glance(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the child process that walks an index before it is opened: 0.3 s each time."""
     if "next_run" not in request.node.name:

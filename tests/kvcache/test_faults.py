@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from dualpath_sglang.index import EmbeddedIndex, Record
+from dualpath_sglang.index import Record
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.pool import Pool
 from dualpath_storage import BlockStore, Geometry, ReadStatus, Slot
@@ -30,6 +30,7 @@ from tests.kvcache.caches import (
     STORED,
     WrongBytesError,
     flip,
+    killed,
     open_cache,
     place,
     read,
@@ -57,18 +58,6 @@ def no_upkeep(cache: KVCache) -> Iterator[None]:
     """Nothing happens by itself: what is damaged is met by the next call."""
     with cache._maintaining:
         yield
-
-
-def killed(cache: KVCache) -> None:
-    """Let go of everything, as the kernel does for a killed process."""
-    cache._stop.set()
-    cache._upkeep.join()
-    cache._readers.close()
-    cache._writers.close()
-    for pool in cache._attached():
-        pool.store.close()
-    if isinstance(cache.index, EmbeddedIndex):
-        cache.index._env.release()
 
 
 def page_missing_in_the_middle(cache: KVCache, pool: Pool) -> set[int]:

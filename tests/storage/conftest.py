@@ -126,12 +126,6 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 Open = Callable[..., Stored]
 
 
-@pytest.fixture(autouse=True)
-def pieces_of_any_size_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let small blocks take the way of large ones, which are not copied."""
-    monkeypatch.setattr("dualpath_storage.store.MIN_PIECE_BYTES", 0)
-
-
 @pytest.fixture
 def open_store(root: Path) -> Iterator[Open]:
     """`open_store(geometry, capacity_bytes=..., backend=...)`: a store, closed after the test."""

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -41,8 +41,8 @@ class Faulty(PosixBackend):
     ``before(what, offset, sizes)`` is called ahead of each transfer, and may raise.
     """
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, "auto", writable=True)
+    def __init__(self, directory: Path, direct_io: Literal["auto", "off"] = "auto") -> None:
+        super().__init__(directory, direct_io, writable=True)
         self.calls: list[tuple[str, int, list[int]]] = []
         self.before: Any = lambda what, offset, sizes: None
 
@@ -216,16 +216,19 @@ def test_a_large_batch_is_parted_so_that_all_workers_take_turns(
     assert {sum(sizes) for _, _, sizes in faulty.calls} == {3 * of.slot_bytes}
 
 
-def test_small_pieces_are_copied_and_large_ones_are_not(
-    open_store: Open, faulty: Faulty, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("direct_io", ["auto", "off"])
+def test_direct_io_never_sees_the_callers_memory(
+    open_store: Open, root: Path, kind: str, direct_io: Literal["auto", "off"]
 ) -> None:
-    monkeypatch.undo()  # the real limit
-    for kind, buffers in (("mha", {1}), ("large", {1 + 61 + 1, 1 + 61})):
-        stored = open_store(geometry(kind), backend=faulty)
-        faulty.calls.clear()
-        stored.write(chain("a", 5))
-        assert stored.read(chain("a", 5)) == [OK] * 5
-        assert {len(sizes) for _, _, sizes in faulty.calls} <= buffers
+    """Through the page cache the kernel copies; direct I/O is given aligned memory only."""
+    backend = Faulty(root, direct_io)
+    stored = open_store(geometry(kind), backend=backend)
+    keys = chain("a", 3)
+    assert stored.write(keys) == [WRITTEN] * 3
+    assert stored.read(keys) == [OK] * 3
+    alone = {len(sizes) for _, _, sizes in backend.calls} == {1}
+    assert alone == (backend.direct or kind == "scattered")
 
 
 def test_a_transfer_is_no_larger_than_asked(open_store: Open, faulty: Faulty) -> None:
@@ -504,27 +507,6 @@ def test_a_failed_write_says_why(
     faulty.before = fail
     stored = open_store(geometry("mha"), backend=faulty)
     assert stored.write(chain("a", 3)) == [status] * 3
-
-
-@pytest.mark.parametrize("error", [errno.EINVAL, errno.EFAULT])
-def test_memory_that_the_kernel_refuses_is_copied(
-    open_store: Open, faulty: Faulty, error: int, root: Path
-) -> None:
-    if faulty.alignment == 1:
-        faulty.alignment = 512  # as if the mount took direct I/O
-    stored = open_store(geometry("mha"), backend=faulty)
-
-    def refuse(what: str, offset: int, sizes: list[int]) -> None:
-        if len(sizes) > 1:
-            raise OSError(error, "not this memory")
-
-    faulty.before = refuse
-    keys = chain("a", 5)
-    assert stored.write(keys) == [WRITTEN] * 5
-    assert stored.read(keys) == [OK] * 5
-    faulty.calls.clear()
-    assert stored.read(keys) == [OK] * 5
-    assert [len(sizes) for _, _, sizes in faulty.calls] == [1], "from then on at the first try"
 
 
 def test_writing_to_a_segment_that_was_given_up_fails_cleanly(open_store: Open) -> None:

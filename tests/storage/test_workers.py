@@ -149,7 +149,7 @@ def test_closing_does_not_wait_for_a_hang_for_ever() -> None:
 def test_scratch_memory_is_aligned_and_grows() -> None:
     arena = Arena()
     assert len(arena.headers(1)) == 4096
-    small = arena.bounce(5000)
+    small = arena.payload(5000)
     assert len(small) == 8192
-    assert arena.bounce(100) is small, "reused"
-    assert len(arena.bounce(10_000)) == 12_288
+    assert arena.payload(100) is small, "reused"
+    assert len(arena.payload(10_000)) == 12_288

@@ -27,23 +27,27 @@ class Child:
         self.output = output
         self._zygote = zygote
         self._fd = os.pidfd_open(pid)
+        self._status: int | None = None
 
     def send(self, number: signal.Signals) -> None:
         signal.pidfd_send_signal(self._fd, number)
 
     def kill(self) -> int:
-        with contextlib.suppress(ProcessLookupError):
-            self.send(signal.SIGKILL)
+        if self._status is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.send(signal.SIGKILL)
         return self.wait()
 
     def ended(self, timeout_s: float = 0.0) -> bool:
-        return bool(select.select([self._fd], [], [], timeout_s)[0])
+        return self._status is not None or bool(select.select([self._fd], [], [], timeout_s)[0])
 
     def wait(self, timeout_s: float = 120.0) -> int:
         """Its exit status, negative when a signal ended it."""
-        assert self.ended(timeout_s), f"process {self.pid} does not end: {self.text()}"
-        os.close(self._fd)
-        return int(self._zygote.ask({"wait": self.pid}))
+        if self._status is None:
+            assert self.ended(timeout_s), f"process {self.pid} does not end: {self.text()}"
+            self._status = int(self._zygote.ask({"wait": self.pid}))
+            os.close(self._fd)
+        return self._status
 
     def text(self) -> str:
         return self.output.read_text()
