@@ -5,7 +5,8 @@ several ranks it takes as many as all of them have. So what is accepted, and wha
 by nothing but the calls, which are the same on every rank.
 
 Pages are copied into host memory before they are written, and what was copied is thrown away when
-`abandon` came in between: nothing is ever stored from a page that may be somebody else's.
+the offload was given up in between (`abandon`, or its time was over): nothing is ever stored from
+a page that may be somebody else's. So a store that hangs keeps the thread, but not the pages.
 """
 
 from __future__ import annotations
@@ -65,9 +66,10 @@ class OffloadPart:
 @dataclass(slots=True)
 class _Job:
     pages: int
-    parts: Sequence[OffloadPart] = ()
-    ready: Sequence[Ready] = ()
-    epoch: int = 0
+    parts: Sequence[OffloadPart]
+    ready: Sequence[Ready]
+    deadline: float
+    given_up: bool = False
     good: bool = False
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -98,8 +100,8 @@ class Offloads:
         self._on_stored = on_stored
         self._given: deque[_Job] = deque()  # results that nobody has taken, in order
         self._pages = 0
-        self._epoch = 0
         self._queue: deque[_Job] = deque()
+        self._running: _Job | None = None
         self._wake = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="dualpath-offload", daemon=True)
@@ -122,11 +124,11 @@ class Offloads:
         """
         if self._given and self._pages + pages > self._max_pages:
             return False
-        job = _Job(pages, parts or (), ready, self._epoch)
+        job = _Job(pages, parts or (), ready, time.monotonic() + self._timeout_s)
         self._pages += pages
         self._given.append(job)
-        if not parts:
-            job.good = parts is not None
+        if not parts or self._hangs():
+            job.good = parts is not None and not parts
             job.done.set()
             return True
         with self._wake:
@@ -134,12 +136,20 @@ class Offloads:
             self._wake.notify()
         return True
 
+    def _hangs(self) -> bool:
+        """Whether an offload was given up and still keeps the thread."""
+        job = self._running
+        return job is not None and job.given_up
+
     def completed(self) -> int:
         """Results that can be taken now."""
-        count = 0
+        count, now = 0, time.monotonic()
         for job in self._given:
             if not job.done.is_set():
-                break
+                if now < job.deadline:
+                    break
+                job.given_up = True
+                job.done.set()
             count += 1
         return count
 
@@ -164,18 +174,17 @@ class Offloads:
 
         Copies under way may still read them; what they read is thrown away.
         """
-        with self._wake:
-            self._epoch += 1
-            self._queue.clear()
+        for job in self._given:
+            job.given_up = True
         self._given.clear()
         self._pages = 0
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Drain, then end the thread."""
         self.drain(timeout_s)
+        self.abandon()
         with self._wake:
             self._closed = True
-            self._epoch += 1
             self._wake.notify()
         self._thread.join(1.0)
 
@@ -188,23 +197,25 @@ class Offloads:
                     self._wake.wait()
                 if not self._queue:
                     return
-                job = self._queue.popleft()
+                job = self._running = self._queue.popleft()
             try:
-                job.good = self._store(job)
+                job.good = self._store(job) and not job.given_up
             except Exception:
                 logger.exception("An offload failed; its pages are not stored")
             finally:
+                self._running = None
                 job.parts, job.ready = (), ()
                 job.done.set()
 
     def _store(self, job: _Job) -> bool:
-        deadline = time.monotonic() + self._timeout_s
+        if job.given_up:
+            return False
         for event in job.ready:
             event.synchronize()
-        good = [self._store_part(job, part, deadline) for part in job.parts]
+        good = [self._store_part(job, part) for part in job.parts]
         return all(good)
 
-    def _store_part(self, job: _Job, part: OffloadPart, deadline: float) -> bool:
+    def _store_part(self, job: _Job, part: OffloadPart) -> bool:
         """Write what is missing, run by run: what lies between two runs is there already."""
         places = self._cache.locate(part.pool, part.keys)
         self._cache.touch(part.pool, [k for k, p in zip(part.keys, places, strict=True) if p])
@@ -216,21 +227,19 @@ class Offloads:
             end = begin
             while end < len(places) and places[end] is None:
                 end += 1
-            good &= self._store_run(job, part, begin, end, deadline)
+            good &= self._store_run(job, part, begin, end)
             begin = end
         return good
 
-    def _store_run(
-        self, job: _Job, part: OffloadPart, first: int, end: int, deadline: float
-    ) -> bool:
+    def _store_run(self, job: _Job, part: OffloadPart, first: int, end: int) -> bool:
         geometry = part.pool.geometry
         stride = align_up(geometry.block_bytes)
         step = max(1, len(self._memory) // stride)
         for begin in range(first, end, step):
             stop = min(begin + step, end)
             part.source.gather(part.pages[begin:stop], self._memory, stride)
-            left = deadline - time.monotonic()
-            if job.epoch != self._epoch or left <= 0:
+            left = job.deadline - time.monotonic()
+            if job.given_up or left <= 0:
                 return False
             keys = part.keys[begin:stop]
             results = self._cache.write(

@@ -131,11 +131,14 @@ class SlowIndex:
 
     def __init__(self, cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
+        self.asked: list[int] = []
+        """Keys of each call."""
         original = cache.locate
 
-        def locate(*args: Any) -> Any:
+        def locate(pool: Pool, keys: Sequence[bytes]) -> Any:
             assert self.go.wait(10.0)
-            return original(*args)
+            self.asked.append(len(keys))
+            return original(pool, keys)
 
         monkeypatch.setattr(cache, "locate", locate)
 
@@ -188,19 +191,20 @@ def test_all_questions_of_a_round_share_its_wait(
     prefixes.close()
 
 
-def test_a_long_chain_is_looked_up_in_turns_with_others(cache: KVCache, pool: Pool) -> None:
-    long = chain(3000)
+def test_a_long_chain_is_looked_up_in_turns_with_others(
+    cache: KVCache, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long, short = chain(3000), chain(3, seed=5)
     put(cache, pool, long)
+    slow = SlowIndex(cache, monkeypatch)
     prefixes = PrefixLookups(cache, [Need(pool)], wait_s=0.0)
     assert ask(prefixes, "long", long) is None
-    assert ask(prefixes, "short", chain(3, seed=5)) is None
-    answers: dict[str, list[int]] = {}
-    while len(answers) < 2:
-        for rid, keys in (("long", long), ("short", chain(3, seed=5))):
-            if rid not in answers and (answer := ask(prefixes, rid, keys)) is not None:
-                answers[rid] = answer
-    assert list(answers) == ["short", "long"]
-    assert answers["long"] == list(range(1, 3001))
+    assert ask(prefixes, "short", short) is None
+    slow.go.set()
+    while (answer := ask(prefixes, "long", long)) is None:
+        pass
+    assert answer == list(range(1, 3001))
+    assert slow.asked.index(3) == 1  # after one slice of the long one
     prefixes.close()
 
 

@@ -140,6 +140,27 @@ def test_pages_that_were_given_away_meanwhile_are_not_stored(
     assert stored(cache, pool, 9) == [*[None] * 8, 8]
 
 
+def test_a_store_that_hangs_keeps_no_pages(
+    cache: KVCache, pool: Pool, part: Part, device: Device
+) -> None:
+    offloads = Offloads(cache, timeout_s=0.05, max_pages=100, memory=aligned(4 * 4096))
+    device.gate.clear()
+    offloads.submit(4, [part(0, 4)])
+    offloads.submit(4, [part(4, 8)])
+    while offloads.completed() < 2:
+        pass
+    assert [offloads.pop(), offloads.pop()] == [False, False]
+    offloads.submit(1, [part(8, 9)])  # not even tried as long as it hangs
+    assert (offloads.completed(), offloads.pop()) == (1, False)
+    device.gate.set()
+    while offloads._hangs():
+        pass
+    assert stored(cache, pool, 9) == [None] * 9
+    assert offloads.submit(1, [part(8, 9)])
+    assert offloads.drain(10.0)
+    offloads.close()
+
+
 @pytest.mark.parametrize(
     ("result", "good"),
     [(WriteResult.DROPPED, True), (WriteResult.PRESENT, True), (WriteResult.FAILED, False)],
