@@ -40,6 +40,7 @@ from dualpath_sglang.lookups import Need, PrefixLookups
 from dualpath_sglang.metrics import Metrics
 from dualpath_sglang.offloads import STAGING_BYTES, OffloadPart, Offloads
 from dualpath_sglang.pool import Pool
+from dualpath_sglang.scrubber import Scrubber
 from dualpath_sglang.served_model import served_model
 from dualpath_sglang.served_rank import this_rank
 from dualpath_sglang.streaming.load import Load, LoadRequest, LoadResult, Outcome, PoolLoad
@@ -170,6 +171,7 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
             memory=pinned_memory(size) if device.type == "cuda" else aligned(size),
             on_stored=lambda keys: self._lookups.written(key.hex() for key in keys),
         )
+        self._scrubber = Scrubber(self._cache)
         self._pending: dict[str, LoadRequest | None] = {}
         self._pending_bytes = 0
         self._loads: dict[int, tuple[Load | None, Sequence[str]]] = {}
@@ -356,6 +358,10 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
             else:
                 bad[rid] = result
                 self._note_failed(rid, result)
+        for request in () if load is None else load.requests:
+            if request.rid in bad and bad[request.rid].outcome is Outcome.MISS:
+                for part in request.pools:
+                    self._scrubber.suspect(part.pool, part.keys)
         return bad
 
     def forget(self, rid: str) -> None:
@@ -454,6 +460,7 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         self.reset()
         self._metrics.close()
         self._offloads.close()
+        self._scrubber.close()
         self._lookups.close()
         self._streamer.close()
         self._cache.close()

@@ -81,23 +81,22 @@ def test_a_damaged_layer_costs_only_its_own_request_time(
 
 
 def keys_of(prompt: list[int]) -> list[bytes]:
-    """The keys of a prompt's pages, as SGLang makes them."""
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-    from sglang.srt.mem_cache.utils import get_storage_hash_str
-
-    whole = len(prompt) // PAGE_TOKENS * PAGE_TOKENS
-    hashes = get_storage_hash_str(RadixKey(prompt[:whole]), None, page_size=PAGE_TOKENS)
-    return [bytes.fromhex(name) for name in hashes]
+    return stores.keys_of(prompt, PAGE_TOKENS)
 
 
 def test_a_second_failure_of_the_same_request_is_no_error_either(
     server: StreamingServer, wanted: dict[str, Answer]
 ) -> None:
     server.store(PROMPT)
+    before = recomputes(server)
+    server.faults.on("no_scrub")
+    server.faults.on("read_delay", 0.05)
     keys = keys_of(PROMPT)
-    for page in (3, 7, 11, 19):
-        stores.corrupt(server.root, keys[page], layer=3)
+    stores.corrupt(server.root, keys[20], layer=0)  # found first, as first layers are read first
+    stores.corrupt(server.root, keys[10], layer=3)  # found when the rest is tried
     assert server.generate(PROMPT).tokens == wanted["prompt"].tokens
+    assert recomputes(server) == before + 2
+    server.faults.clear()
     server.flush()
     assert server.generate(PROMPT).tokens == wanted["prompt"].tokens
 

@@ -11,6 +11,7 @@ while a file of its name is in the folder; its content is the value:
 | dead_reader | - | the worker that reads dies, once |
 | dead_streamer | - | the thread that lands and announces fails in its next step, once |
 | lookup_delay | seconds | the index takes so long for a lookup |
+| no_scrub | - | blocks beside a damaged one are not checked |
 
 `trace.jsonl` gets a line for every layer that is read, announced, or waited for.
 """
@@ -102,7 +103,7 @@ class _Switches:
 
 def install() -> None:
     """Called in every process of the server."""
-    from dualpath_sglang import kvcache, layer_counter
+    from dualpath_sglang import kvcache, layer_counter, scrubber
     from dualpath_sglang.streaming import reads, streamer
 
     switches = _Switches(Path(os.environ[_FOLDER]))
@@ -111,6 +112,7 @@ def install() -> None:
     _wrap(layer_counter.LayerCounter, "wait_until", _around_wait(switches))
     _wrap(streamer.LayerStreamer, "_step", _around_step(switches))
     _wrap(kvcache.KVCache, "locate", _around_locate(switches))
+    _wrap(scrubber.Scrubber, "suspect", _around_suspect(switches))
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -168,3 +170,11 @@ def _around_locate(switches: _Switches) -> Callable[..., Any]:
         return original(cache, *args)
 
     return locate
+
+
+def _around_suspect(switches: _Switches) -> Callable[..., Any]:
+    def suspect(original: Callable[..., Any], watch: Any, *args: Any) -> None:
+        if switches.get("no_scrub") is None:
+            original(watch, *args)
+
+    return suspect
