@@ -27,6 +27,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from dualpath_sglang.streaming.options import StreamOptions
 from dualpath_storage.options import StoreOptions
 
 ENV_PREFIX = "DUALPATH_"
@@ -119,6 +120,15 @@ _EXPECTED = {
     "weights_revision": "a text that is not empty",
     "index": '"embedded", the only index of this version',
     "config_file": "the path of a TOML file",
+    "stream_staging": 'a size of at least 64 KiB such as "256MiB"',
+    "stream_queue_depth": "a whole number from 1 to 256",
+    "stream_io_size": 'a size such as "1MiB"',
+    "stream_first_io_size": 'a size such as "64KiB"',
+    "stream_piece_size": 'a size such as "4MiB"',
+    "stream_probe_s": "a number of seconds, 0 to measure nothing",
+    "load_timeout_s": "a number of seconds above 0",
+    "stall_budget_s": "a number of seconds above 0",
+    "lookup_wait_s": "a number of seconds above 0",
 }
 
 
@@ -141,6 +151,20 @@ class DualPathConfig(BaseSettings):
         weights_revision: stands for the fingerprint of the weights in the identity of blocks.
         index: where the metadata lives.
         config_file: TOML file with any of these settings.
+
+    Streaming mode alone:
+
+    Args:
+        stream_staging: host memory that reads may hold at a time, allocated at start.
+        stream_queue_depth: reads in flight.
+        stream_io_size: bytes an I/O that give the device's full bandwidth; unset measures it.
+        stream_first_io_size: smallest I/O, for the first layers.
+        stream_piece_size: most bytes of one copy to the device.
+        stream_probe_s: longest measurement of the device, once, in the background.
+        load_timeout_s: longest load; what has not come by then is computed anew.
+        stall_budget_s: longest wait for a load while other requests decode; a hit that would take
+            longer is shortened, or computed anew.
+        lookup_wait_s: longest time that a lookup keeps the scheduler.
     """
 
     model_config = SettingsConfigDict(
@@ -164,6 +188,15 @@ class DualPathConfig(BaseSettings):
     weights_revision: Annotated[str, Field(min_length=1)] | None = None
     index: Literal["embedded"] = "embedded"
     config_file: Path | None = None
+    stream_staging: Annotated[Size, Field(ge=64 << 10)] = 256 << 20
+    stream_queue_depth: Annotated[int, Field(ge=1, le=256)] = 8
+    stream_io_size: Annotated[Size, Field(ge=1)] | None = None
+    stream_first_io_size: Annotated[Size, Field(ge=1)] = 64 << 10
+    stream_piece_size: Annotated[Size, Field(ge=1)] = 4 << 20
+    stream_probe_s: Annotated[float, Field(ge=0)] = 0.3
+    load_timeout_s: Seconds = 10.0
+    stall_budget_s: Seconds = 1.0
+    lookup_wait_s: Seconds = 0.005
 
     @classmethod
     def settings_customise_sources(
@@ -223,6 +256,17 @@ class DualPathConfig(BaseSettings):
             lookup_timeout_s=self.lookup_timeout_s,
             max_io_bytes=self.max_io_size,
             read_only=self.read_only,
+        )
+
+    def stream_options(self) -> StreamOptions:
+        """The same, as the streamer takes it."""
+        return StreamOptions(
+            staging_bytes=self.stream_staging,
+            queue_depth=self.stream_queue_depth,
+            io_bytes=self.stream_io_size,
+            first_io_bytes=self.stream_first_io_size,
+            piece_bytes=self.stream_piece_size,
+            probe_s=self.stream_probe_s,
         )
 
 

@@ -140,6 +140,9 @@ def pass_prefix_keys(
 def weights_replaced(updater: Any, *_: Any, **__: Any) -> None:
     """Stop for a model that is no longer the one that was identified."""
     tree_cache = getattr(updater.scheduler, "tree_cache", None)
+    linker = getattr(getattr(tree_cache, "linker", None), "cache_linker", None)
+    if linker is not None and hasattr(linker, "suspend"):
+        linker.suspend("the model's weights were replaced")
     controller = getattr(tree_cache, "cache_controller", None)
     if controller is None:
         return

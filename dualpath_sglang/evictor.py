@@ -45,6 +45,7 @@ class Evictor:
         pools: the pools attached in this process.
         geometries: every geometry under the root.
         counters: where evictions are counted.
+        promised: pages (unit and key) that must stay for now.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class Evictor:
         pools: Callable[[], Sequence[Evictable]],
         geometries: Callable[[], Sequence[Geometry]],
         counters: Counters,
+        promised: Callable[[], frozenset[bytes]] = frozenset,
     ) -> None:
         self._space = space
         self._backend = backend
         self._pools = pools
         self._geometries = geometries
         self._counters = counters
+        self._promised = promised
         self._known: dict[bytes, Geometry] = {}
         self._known_at = float("-inf")
         self._reclaim_after: dict[str, float] = {}
@@ -83,7 +86,16 @@ class Evictor:
             IndexUnavailableError: the index cannot answer now.
         """
         sizes = {gid: g.slot_bytes for gid, g in self._by_id().items()}
-        return self._note(index.evict(sizes, need_bytes, _left(deadline), keep=keep, prefer=prefer))
+        return self._note(
+            index.evict(
+                sizes,
+                need_bytes,
+                _left(deadline),
+                keep=keep,
+                prefer=prefer,
+                promised=self._promised(),
+            )
+        )
 
     def reclaim(
         self,
@@ -147,7 +159,8 @@ class Evictor:
         for pool in self._pools():
             if pool.geometry.id_bytes == name[0]:
                 pool.retire(name[1])
-        self._note(index.evict_segment(name[0], name[1], _left(deadline)))
+        promised = self._promised()
+        self._note(index.evict_segment(name[0], name[1], _left(deadline), promised=promised))
         return self._remove(index, name, deadline)
 
     def shrink(self, index: Index, timeout_s: float) -> None:

@@ -31,11 +31,13 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from dualpath_sglang import host_pools
 from dualpath_sglang.config import DualPathConfig
+from dualpath_sglang.geometries import KV
 from dualpath_sglang.guard import all_false, all_false_by_pool, all_none, length, never_raises
 from dualpath_sglang.host_layout import HostLayout
-from dualpath_sglang.host_pages import KV, HostPages, StoredPool, raw_keys
+from dualpath_sglang.host_pages import HostPages, StoredPool, raw_keys
 from dualpath_sglang.identity import identify
 from dualpath_sglang.kvcache import KVCache, WriteResult
+from dualpath_sglang.metrics import Metrics
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.served_model import served_model
 from dualpath_sglang.shards import Rank
@@ -75,6 +77,10 @@ class DualPathStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untype
         self._suspended = False
         # Last: whatever failed before has left nothing behind.
         self._cache = KVCache(options)
+        self._metrics = Metrics(
+            "hicache", int(storage_config.tp_rank), enabled=storage_config.enable_storage_metrics
+        )
+        self._metrics.follow(lambda: self._metrics.cache(self._cache.stats()))
         self._pages = HostPages(
             self._cache,
             identity,
@@ -169,7 +175,12 @@ class DualPathStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untype
         prefix = extra_info.prefix_keys if extra_info is not None else None
         if prefix:  # hits of the upper tiers: in use as well
             self._cache.touch(kv.pool, raw_keys(prefix))
-        return self._cache.prefix(kv.pool, raw)
+        run = self._cache.prefix(kv.pool, raw)
+        tokens = kv.pool.geometry.page_tokens
+        self._metrics.count("lookups", source="index")
+        self._metrics.count("hit_tokens", run * tokens)
+        self._metrics.count("miss_tokens", (len(raw) - run) * tokens, reason="absent")
+        return run
 
     def _present(self, name: object, raw: Sequence[bytes]) -> list[bool]:
         stored = self._pages.get(name)
@@ -374,6 +385,7 @@ class DualPathStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untype
     def close(self) -> None:
         """Give everything back. Later calls miss."""
         self._suspended = True
+        self._metrics.close()
         self._cache.close()
         logger.info("DualPath storage at %s is closed", self._cache.root)
 

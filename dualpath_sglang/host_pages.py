@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dualpath_sglang import host_pools
+from dualpath_sglang.geometries import KV, PoolFacts, is_sharded, pool_geometry
 from dualpath_sglang.host_layout import HostLayout
 from dualpath_sglang.identity import Identity
 from dualpath_sglang.kvcache import KVCache, WriteResult
@@ -19,9 +20,6 @@ from dualpath_sglang.shards import Rank
 from dualpath_storage import Geometry, key_bytes
 
 logger = logging.getLogger(__name__)
-
-KV = "kv"
-"""The anchor pool, whose page size is everybody's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,34 +124,24 @@ class HostPages:
         )
 
     def sharded(self, name: str, host: Any) -> bool:
-        """Whether tensor-parallel ranks hold different bytes of a pool.
-
-        SGLang calls a model replicated as a whole; a draft's heads and a state's channels are
-        sharded all the same.
-        """
-        return not self._rank.replicated or (name != KV and host_pools.is_head_sharded(host))
+        """Whether tensor-parallel ranks hold different bytes of a pool."""
+        return is_sharded(self._rank, name, host_pools.is_head_sharded(host))
 
     def _geometry(self, name: str, host: Any, layout: HostLayout) -> Geometry:
-        form = layout.form.form
-        if tag := getattr(host, "storage_format_tag", None):
-            form += f" format={tag}"
-        # Drafts stay in the unit of the pages they belong to, so they are told apart by form.
-        if (packed := host_pools.draft_layers(host)) or name.startswith("draft"):
-            form += f" draft={packed or 'all'}:{self._identity.draft}"
-        return Geometry(
-            model=self._identity.model,
-            weights=self._identity.weights,
-            pool=name,
-            dtype=layout.form.dtype,
-            page_tokens=self._page_tokens,
-            layers=layout.form.layers,
-            layer_bytes=layout.form.layer_bytes,
-            form=form,
-            shard=self._rank.shard(
-                sharded=self.sharded(name, host),
-                layers=host_pools.layer_range(host),
-            ),
+        facts = PoolFacts(
+            name,
+            layout.form,
+            host_pools.is_head_sharded(host),
+            host_pools.layer_range(host),
+            packed_drafts=host_pools.draft_layers(host),
+            format_tag=getattr(host, "storage_format_tag", None),
+        )
+        return pool_geometry(
+            facts,
+            identity=self._identity,
+            rank=self._rank,
             namespace=self._namespace,
+            page_tokens=self._page_tokens,
         )
 
     def read(

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from dualpath_sglang import forms
 from dualpath_sglang.host_layout import (
     BlockForm,
     Component,
@@ -131,17 +132,16 @@ def _token_axes(
 
 def _mha(pool: Any, flat: torch.Tensor | None) -> _Description | None:
     buffers = [pool.kv_buffer[0], pool.kv_buffer[1]]
-    return _heads(pool, flat, "mha", ("k", "v"), buffers)
+    return _heads(pool, flat, ("k", "v"), buffers)
 
 
 def _key_only(pool: Any, flat: torch.Tensor | None) -> _Description | None:
-    return _heads(pool, flat, "mha", ("k",), [pool.k_buffer])
+    return _heads(pool, flat, ("k",), [pool.k_buffer])
 
 
 def _heads(
     pool: Any,
     flat: torch.Tensor | None,
-    kind: str,
     names: tuple[str, ...],
     buffers: list[torch.Tensor],
 ) -> _Description | None:
@@ -153,11 +153,11 @@ def _heads(
     if len(components) < len(views):
         return None
     parts = [
-        f"{n}[token,head={b.shape[3]},dim={b.shape[4]}]"
+        (n, int(b.shape[3]), int(b.shape[4]))
         for n, b in zip(names, views, strict=True)
         if b is not None
     ]
-    return components, _dtype(pool.dtype), " ".join([kind, *parts])
+    return components, forms.dtype_name(pool.dtype), forms.heads(parts)
 
 
 def _mla(pool: Any, flat: torch.Tensor | None) -> _Description | None:
@@ -169,7 +169,7 @@ def _mla(pool: Any, flat: torch.Tensor | None) -> _Description | None:
     view = _token_axes(buffer, pool.layout, int(pool.page_size), 2)
     if view is None or pool.layout == "page_head":
         return None
-    return [view.squeeze(3)], _dtype(pool.dtype), f"mla [token,dim={view.shape[4]}]"
+    return [view.squeeze(3)], forms.dtype_name(pool.dtype), forms.latent(int(view.shape[4]))
 
 
 def _one_page(pool: Any, flat: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
@@ -182,7 +182,7 @@ def _one_page(pool: Any, flat: torch.Tensor, buffer: torch.Tensor) -> torch.Tens
 
 
 def _indexer(pool: Any, flat: torch.Tensor | None) -> _Description | None:
-    return _rows(pool.index_k_with_scale_buffer, pool.layout, "dsa-indexer", flat)
+    return _rows(pool.index_k_with_scale_buffer, pool.layout, forms.INDEXER, flat)
 
 
 def _paged(pool: Any, flat: torch.Tensor | None) -> _Description | None:
@@ -202,7 +202,7 @@ def _rows(
         component = last = buffer.transpose(0, 1)
     else:
         component = last = buffer
-    return [component], _dtype(last.dtype), f"{kind} [elements={last.shape[-1]}]"
+    return [component], forms.dtype_name(last.dtype), forms.rows(kind, int(last.shape[-1]))
 
 
 def _state(pool: Any, flat: torch.Tensor | None) -> _Description | None:
@@ -213,10 +213,8 @@ def _state(pool: Any, flat: torch.Tensor | None) -> _Description | None:
     named += [(f"side{i}", b) for i, b in enumerate(pool.slot_state_buffers)]
     named = [(name, b) for name, b in named if b.numel()]
     components: list[Component] = [b.unsqueeze(1) for _, b in named]
-    parts = [
-        f"{name}:{_dtype(b.dtype)}[{','.join(str(n) for n in b.shape[1:])}]" for name, b in named
-    ]
-    return components, _dtype(pool.dtype), " ".join(["state", *parts])
+    form = forms.state([(name, b.dtype, b.shape[1:]) for name, b in named])
+    return components, forms.dtype_name(pool.dtype), form
 
 
 _DESCRIBERS: dict[str, Callable[[Any, torch.Tensor | None], _Description | None]] = {
@@ -236,7 +234,7 @@ def _opaque(pool: Any, flat: bool) -> HostLayout:
     """By the pool's own extents where it has them, by its flat pages otherwise."""
     name, step = type(pool).__name__, indices_per_page(pool)
     form = f"opaque {name} {pool.layout}"
-    dtype = _dtype(pool.dtype)
+    dtype = forms.dtype_name(pool.dtype)
     sizes = None if flat else _extents(pool, step)
     if sizes:
         return ExtentLayout(
@@ -260,7 +258,3 @@ def _extents(pool: Any, step: int) -> list[int] | None:
     except Exception as error:  # noqa: BLE001 -- pools refuse this call with whatever they like
         logger.debug("%s has no extents: %s", type(pool).__name__, error)
         return None
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import itertools
 import logging
 import os
 import threading
@@ -22,6 +23,7 @@ from dualpath_sglang.index import Index, IndexUnavailableError, Record
 from dualpath_sglang.index.keeper import IndexKeeper
 from dualpath_sglang.index.recovery import open_index
 from dualpath_sglang.pool import Pool
+from dualpath_sglang.promises import Promises
 from dualpath_sglang.stats import CacheStats, Counters
 from dualpath_storage import (
     NO_PARENT,
@@ -38,7 +40,7 @@ from dualpath_storage import (
     WriteItem,
     WriteStatus,
 )
-from dualpath_storage.backends import PosixBackend
+from dualpath_storage.backends import Backend, PosixBackend
 from dualpath_storage.space import GEOMETRY_FILE, geometry_directories
 from dualpath_storage.workers import Workers
 
@@ -89,12 +91,13 @@ class KVCache:
 
     Args:
         options: where and how.
+        backend: how to reach the files, when not as the options say.
 
     Raises:
         StoreError: the root cannot be used as asked.
     """
 
-    def __init__(self, options: StoreOptions) -> None:
+    def __init__(self, options: StoreOptions, backend: Backend | None = None) -> None:
         self.options = options
         self.root = options.root
         try:
@@ -107,7 +110,7 @@ class KVCache:
                 self.root.mkdir(parents=True, exist_ok=True)
             if not self.root.is_dir():
                 raise StoreError(f"The store's root {self.root} is not a directory.")
-            self._backend = PosixBackend(
+            self._backend: Backend = backend or PosixBackend(
                 self.root, options.direct_io, writable=not options.read_only
             )
         except OSError as error:
@@ -116,8 +119,14 @@ class KVCache:
         self._counters = Counters()
         self._pools: dict[str, Pool] = {}
         self._lock = threading.Lock()
+        self._promises = Promises()
         self._evictor = Evictor(
-            self._space, self._backend, self._attached, self.geometries, self._counters
+            self._space,
+            self._backend,
+            self._attached,
+            self.geometries,
+            self._counters,
+            self._promises.held,
         )
         self._touches: list[tuple[bytes, tuple[bytes, ...]]] = []
         self._generation = 0
@@ -207,6 +216,11 @@ class KVCache:
             raise IndexUnavailableError(f"The index of {self.root} is missing or damaged")
         return index
 
+    @property
+    def epoch(self) -> int:
+        """Grows whenever this process takes blocks out of the index."""
+        return self._counters.removals
+
     # -- looking up -------------------------------------------------------------------------
 
     def lookup(self, pool: Pool, keys: Sequence[bytes]) -> list[bool]:
@@ -228,6 +242,38 @@ class KVCache:
                 return run
         self._counters.miss("index", len(keys))
         return 0
+
+    def locate(self, pool: Pool, keys: Sequence[bytes]) -> list[Placement | None]:
+        """Where each block lies, for somebody who reads by himself and then calls :meth:`report`.
+
+        Not counted as a lookup. All None when the index cannot answer.
+        """
+        with self._index_or_none() as index:
+            if index is not None:
+                return index.lookup(pool.geometry, keys)
+        return [None] * len(keys)
+
+    def sample(self, pool: Pool, count: int) -> list[tuple[bytes, Placement]]:
+        """Up to ``count`` blocks, in no order that means anything."""
+        with self._index_or_none() as index:
+            if index is not None:
+                entries = itertools.islice(index.entries(pool.geometry), count)
+                return [(entry.key, entry.placement) for entry in entries]
+        return []
+
+    def promise(self, name: str, pool: Pool, key: bytes, ttl_s: float = 60.0) -> None:
+        """Keep the page ``key`` and all its ancestors from this process's eviction.
+
+        Args:
+            name: who asks; holds one promise at a time, until :meth:`release` or ``ttl_s``.
+
+        What other processes evict, and :meth:`clear`, is not held up.
+        """
+        self._promises.give(name, pool.geometry.unit + key, ttl_s)
+
+    def release(self, name: str) -> None:
+        """End the promise of ``name``, if there is one."""
+        self._promises.release(name)
 
     def _count_lookup(self, asked: int, found: int) -> None:
         self._counters.add("lookups")
@@ -287,6 +333,27 @@ class KVCache:
         good = [status is ReadStatus.OK for status in statuses]
         self.touch(pool, [key for key, ok in zip(keys, good, strict=True) if ok])
         return good
+
+    def report(
+        self, pool: Pool, reads: Sequence[tuple[bytes, Placement | None, ReadStatus]]
+    ) -> None:
+        """What came of blocks that the caller read by himself: key, where from, and outcome.
+
+        Good ones (a chain, parents first) count as used; damaged ones leave the index if they
+        still stand in it as they were read.
+        """
+        statuses = [status for _, _, status in reads]
+        self._counters.reads(statuses)
+        self.touch(pool, [key for key, _, status in reads if status is ReadStatus.OK])
+        found = {
+            i: place
+            for i, (_, place, status) in enumerate(reads)
+            if place is not None and status.damaged
+        }
+        if found:
+            with self._index_or_none() as index:
+                if index is not None:
+                    self._remove_damaged(pool, index, [r[0] for r in reads], found, statuses)
 
     def _remove_damaged(
         self,
@@ -485,6 +552,7 @@ class KVCache:
                 timeout_s = self.options.write_timeout_s
                 freed = index.clear(geometry, timeout_s)
                 removed += len(freed)
+                self._counters.removals += len(freed)
                 pool = self._pools.get(geometry.id)
                 if pool is not None:
                     pool.take_back(freed)

@@ -2,6 +2,9 @@
 
 SGLang resolves its arguments in named steps, in the launcher and before any model is loaded;
 these wrap three of them. Nothing that the user gave is changed.
+
+With ``--enable-hierarchical-cache`` the name is a storage backend below SGLang's host tier (HiCache
+mode). Without, prefix hits are streamed into the forward (streaming mode).
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ logger = logging.getLogger(__name__)
 PAGE_TOKENS = 64
 """A page is a Full Block: SGLang's default of one token would make the smallest ones possible."""
 
+LINKER = {"linker": "DualPathLinker", "linker_module_path": "dualpath_sglang.linker"}
+"""What SGLang's loader of dynamic linkers looks for."""
+
 Step = Callable[[Any], None]
 
 
@@ -30,11 +36,12 @@ def register() -> None:
     # The last step before SGLang falls back to its own page size: model and attention backend
     # have said by then which size they need.
     register_resolution_hook("handle_mxfp8_kv_cache_compatibility")(default_page_size)
+    register_resolution_hook("handle_hicache")(stream_by_default)
     register_resolution_hook("handle_hicache")(default_layout)
 
 
 def check_and_enable(server_args: Any, previous: Step) -> None:
-    """Refuse settings that cannot work, and turn the hierarchical cache on.
+    """Refuse settings that cannot work, and turn the hierarchical cache on where it must serve.
 
     Raises:
         ConfigError: a setting is unknown or malformed.
@@ -46,7 +53,7 @@ def check_and_enable(server_args: Any, previous: Step) -> None:
     previous(server_args)
 
 
-def check_settings(extra_config: str | None) -> None:
+def check_settings(extra_config: str | None) -> dict[str, Any]:
     """Read the settings as the backend will, long before it does.
 
     Raises:
@@ -60,11 +67,14 @@ def check_settings(extra_config: str | None) -> None:
         raise ConfigError(
             f"DualPath cannot read --hicache-storage-backend-extra-config: {error}."
         ) from error
-    DualPathConfig.load(extra).store_options()
+    settings = DualPathConfig.load(extra)
+    settings.store_options()
+    settings.stream_options()
+    return dict(extra)
 
 
 def _choose_mode(server_args: Any, cfg: Any) -> None:
-    """Serve through the hierarchical cache, the only mode so far, also when its flag is missing."""
+    """Stream, unless the hierarchical cache was asked for or streaming cannot be."""
     if cfg.enable_hierarchical_cache:
         return
     if cfg.disable_radix_cache:
@@ -81,8 +91,49 @@ def _choose_mode(server_args: Any, cfg: Any) -> None:
                 "restore prefixes here"
             )
         return
-    _declare(server_args, enable_hierarchical_cache=True)
-    logger.info("DualPath turns on --enable-hierarchical-cache")
+    if (why := _cannot_stream(cfg)) is not None:
+        _declare(server_args, enable_hierarchical_cache=True)
+        logger.info("DualPath turns on --enable-hierarchical-cache: it cannot stream with %s", why)
+
+
+_NO_STREAMING = (
+    ("pp_size", lambda n: (n or 1) > 1, "pipeline parallelism"),
+    ("dcp_size", lambda n: (n or 1) > 1, "decode-context parallelism"),
+    ("enable_unified_memory", bool, "--enable-unified-memory"),
+    ("enable_hisparse", bool, "--enable-hisparse"),
+    ("enable_kv_cache_sharding", bool, "--enable-kv-cache-sharding"),
+    ("enable_lmcache", bool, "--enable-lmcache"),
+    ("radix_cache_backend", bool, "--radix-cache-backend"),
+)
+"""What SGLang's linker, or DualPath's, does not go together with."""
+
+
+def _cannot_stream(cfg: Any) -> str | None:
+    for name, stands_against, words in _NO_STREAMING:
+        if stands_against(getattr(cfg, name, None)):
+            return words
+    return None
+
+
+def stream_by_default(server_args: Any, previous: Step) -> None:
+    """Without the hierarchical cache, the name means SGLang's external linker, with ours."""
+    cfg = _view(server_args)
+    if (
+        cfg.hicache_storage_backend == BACKEND_NAME
+        and not cfg.enable_hierarchical_cache
+        and cfg.disaggregation_mode != "decode"
+    ):
+        settings = check_settings(cfg.hicache_storage_backend_extra_config)
+        _declare(
+            server_args,
+            hicache_storage_backend=None,
+            hicache_storage_backend_extra_config=None,
+            enable_unified_cache_external_linker=True,
+            unified_cache_external_linker_backend="dynamic",
+            unified_cache_external_linker_config={**LINKER, "linker_extra_config": settings},
+        )
+        logger.info("DualPath streams prefix hits layer by layer")
+    previous(server_args)
 
 
 def default_page_size(server_args: Any, previous: Step) -> None:
@@ -113,7 +164,12 @@ def _needs_small_pages(cfg: Any) -> str | None:
 def default_layout(server_args: Any, previous: Step) -> None:
     """The host layout that is a Full Block as it lies in memory, and the copies it needs."""
     cfg = _view(server_args)
-    if cfg.hicache_storage_backend == BACKEND_NAME and _may_choose_layout(server_args, cfg):
+    streams = not cfg.enable_hierarchical_cache and cfg.disaggregation_mode != "decode"
+    if (
+        cfg.hicache_storage_backend == BACKEND_NAME
+        and not streams
+        and _may_choose_layout(server_args, cfg)
+    ):
         _declare(server_args, hicache_mem_layout="page_first_direct", hicache_io_backend="direct")
         logger.info(
             "DualPath defaults to --hicache-mem-layout page_first_direct --hicache-io-backend "

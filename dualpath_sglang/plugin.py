@@ -3,8 +3,9 @@
 SGLang calls :func:`register` in the launcher, before it parses its flags, and in every process
 that it spawns. What is registered, for SGLang 0.5.23:
 
-- in the launcher, the name among the choices, defaults and early checks (`launch_args`);
-- in the scheduler, attaching and what else the name must reach (`controller_hooks`).
+- in the launcher, the name among the choices, modes, defaults and early checks (`launch_args`);
+- in the scheduler, what HiCache mode needs (`controller_hooks`), and streaming mode
+  (`linker_hooks`).
 
 A server that was not asked for DualPath runs as if it were not installed. On a version of SGLang
 that it does not know, DualPath touches nothing and refuses to be asked for.
@@ -48,9 +49,10 @@ def register() -> None:
     # Hooks import what they hook, so they wait for a process that needs it. The detokenizer and
     # the launcher, which load plugins as well, do not.
     if any(module in sys.modules for module in _SCHEDULER_MODULES):
-        from dualpath_sglang import controller_hooks
+        from dualpath_sglang import controller_hooks, linker_hooks
 
         controller_hooks.register()
+        linker_hooks.register()
 
 
 def sglang_version() -> str:

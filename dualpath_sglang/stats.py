@@ -42,12 +42,16 @@ class Counters:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._misses: Counter[str] = Counter()
+        self.removals = 0
+        """Blocks that left the index through this process."""
 
     def add(self, name: str, amount: int = 1) -> None:
         """Count ``amount`` more of a field of :class:`CacheStats`."""
         if amount:
             with self._lock:
                 self._counts[name] += amount
+                if name in ("evicted_blocks", "repaired_blocks"):
+                    self.removals += amount
 
     def miss(self, reason: str, blocks: int = 1) -> None:
         """Count missed blocks by reason."""

@@ -92,6 +92,7 @@ class Index(Protocol):
         *,
         keep: tuple[bytes, bytes] | None = None,
         prefer: Collection[tuple[bytes, int]] | None = None,
+        promised: Collection[bytes] = (),
     ) -> list[Freed]:
         """Take out least recently used units, leaves first, until ``need_bytes`` are free.
 
@@ -101,13 +102,22 @@ class Index(Protocol):
                 block there are passed over, but only if others are not much more recently used.
             keep: (unit, key) for whose children room is made: it and its ancestors stay, and
                 nothing is taken out when it is not there itself.
+            promised: names (unit and key) of units that stay, and so their ancestors.
         """
         ...
 
-    def evict_segment(self, geometry_id: bytes, segment: int, timeout_s: float) -> list[Freed]:
+    def evict_segment(
+        self,
+        geometry_id: bytes,
+        segment: int,
+        timeout_s: float,
+        *,
+        promised: Collection[bytes] = (),
+    ) -> list[Freed]:
         """Take out every unit with a block in a segment, and all that descends from it.
 
-        Asks the segment's owner to give the file up, see :meth:`wanted`.
+        Asks the segment's owner to give the file up, see :meth:`wanted`. Does nothing at all when
+        one of the units is ``promised``.
         """
         ...
 

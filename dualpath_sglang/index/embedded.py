@@ -291,14 +291,16 @@ class EmbeddedIndex:
         *,
         keep: tuple[bytes, bytes] | None = None,
         prefer: Collection[tuple[bytes, int]] | None = None,
+        promised: Collection[bytes] = (),
     ) -> list[Freed]:
         kept = b"" if keep is None else keep[0] + keep[1]
         with self._write(timeout_s) as txn:
             if kept and txn.get(kept, db=self._units) is None:
                 return []
-            freed = self._evict(txn, size, need_bytes, kept, prefer)
+            stay = {kept, *promised}
+            freed = self._evict(txn, size, need_bytes, stay, prefer)
             if not freed and prefer is not None:
-                freed = self._evict(txn, size, need_bytes, kept, None)
+                freed = self._evict(txn, size, need_bytes, stay, None)
         return freed
 
     def _evict(
@@ -306,7 +308,7 @@ class EmbeddedIndex:
         txn: lmdb.Transaction,
         size: dict[bytes, int],
         need_bytes: int,
-        kept: bytes,
+        stay: Collection[bytes],
         prefer: Collection[tuple[bytes, int]] | None,
     ) -> list[Freed]:
         freed: list[Freed] = []
@@ -314,7 +316,7 @@ class EmbeddedIndex:
         leaves = txn.stat(self._lru)["entries"]
         passes = min(_MAX_PASSES, max(_MIN_PASSES, leaves // _PASS_SHARE))
         while got < need_bytes and len(freed) < _BATCH:
-            name, passes = self._oldest(txn, at, kept, prefer, passes)
+            name, passes = self._oldest(txn, at, stay, prefer, passes)
             if not name:
                 break
             at = name[:8]  # a parent that becomes a leaf is as recent as its child was
@@ -327,7 +329,7 @@ class EmbeddedIndex:
         self,
         txn: lmdb.Transaction,
         at: bytes,
-        kept: bytes,
+        stay: Collection[bytes],
         prefer: Collection[tuple[bytes, int]] | None,
         passes: int,
     ) -> tuple[bytes, int]:
@@ -335,7 +337,7 @@ class EmbeddedIndex:
         for name, _ in _rows(txn, self._lru, start=at):
             if len(name) != 48:
                 raise IndexDamagedError(f"{self.path} has a malformed row")
-            if name[8:] == kept:
+            if name[8:] in stay:
                 continue
             if prefer is None or any(
                 (row[40:], _BLOCK.unpack(value)[0]) in prefer
@@ -353,20 +355,29 @@ class EmbeddedIndex:
         self._forget_unit_if_empty(txn, unit_key)
         return freed
 
-    def evict_segment(self, geometry_id: bytes, segment: int, timeout_s: float) -> list[Freed]:
+    def evict_segment(
+        self,
+        geometry_id: bytes,
+        segment: int,
+        timeout_s: float,
+        *,
+        promised: Collection[bytes] = (),
+    ) -> list[Freed]:
         doomed = [
             e.unit + e.key
             for e in self.entries()
             if e.geometry_id == geometry_id and e.placement.segment == segment
         ]
-        freed: list[Freed] = []
         with self._write(timeout_s) as txn:
+            known = set(doomed)
+            for unit_key in doomed:  # grows as it goes: their descendants too
+                children = {n[:8] + n[40:] for n, _ in _rows(txn, self._children, unit_key)}
+                doomed += children - known
+                known |= children
+            if any(unit_key in promised for unit_key in doomed):
+                return []
             txn.put(_WANTED + _FREED.pack(geometry_id, segment, 0), b"", db=self._meta)
-            while doomed:
-                unit_key = doomed.pop()
-                doomed += [n[:8] + n[40:] for n, _ in _rows(txn, self._children, unit_key)]
-                freed += self._free_unit(txn, unit_key)
-        return freed
+            return [row for unit_key in reversed(doomed) for row in self._free_unit(txn, unit_key)]
 
     def wanted(self, geometry: Geometry) -> list[int]:
         prefix = _WANTED + geometry.id_bytes

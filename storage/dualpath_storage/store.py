@@ -24,10 +24,11 @@ from dualpath_storage.blocks import (
     pieces_of,
     scatter,
 )
-from dualpath_storage.geometry import PAGE_BYTES, Geometry, align_up
+from dualpath_storage.geometry import Geometry
 from dualpath_storage.header import HEADER_BYTES, Header
 from dualpath_storage.memory import Arena, aligned
 from dualpath_storage.notices import Notices
+from dualpath_storage.ranges import RangeItem, RangeRead, RangeReader, RangeShape, check_header
 from dualpath_storage.segments import Segments
 from dualpath_storage.slots import Slot
 from dualpath_storage.space import Space
@@ -97,6 +98,7 @@ class BlockStore:
         self._pad_bytes = geometry.slot_bytes - HEADER_BYTES - geometry.block_bytes
         self._lock = threading.Lock()
         self._notices = Notices(logger)
+        self._ranges = RangeReader(geometry, self.files.get, self._failed_read, max_io_bytes)
 
     def close(self) -> None:
         """Close every file and so give up every lock. No I/O may be running."""
@@ -191,13 +193,16 @@ class BlockStore:
             file = self.files.get(items[0].placement.segment)
             if window == (0, self.geometry.layers):
                 return self._read_whole(arena, file, items)
-            return [self._read_window(arena, file, item, window) for item in items]
-        except FileNotFoundError:
-            return [ReadStatus.MISSING] * len(items)
+            return self._read_window(arena, items, window)
         except OSError as error:
-            self._notices.warn("Reading %s failed: %s", self.directory, error)
-            device = error.errno in _DEVICE_ERRORS
-            return [ReadStatus.IO_ERROR if device else ReadStatus.UNAVAILABLE] * len(items)
+            return [self._failed_read(error)] * len(items)
+
+    def _failed_read(self, error: OSError) -> ReadStatus:
+        if isinstance(error, FileNotFoundError):
+            return ReadStatus.MISSING
+        self._notices.warn("Reading %s failed: %s", self.directory, error)
+        device = error.errno in _DEVICE_ERRORS
+        return ReadStatus.IO_ERROR if device else ReadStatus.UNAVAILABLE
 
     def _count_read(self, size: int, seconds: float) -> None:
         with self._lock:
@@ -230,54 +235,41 @@ class BlockStore:
         return results
 
     def _read_window(
-        self, arena: Arena, file: SegmentFile, item: ReadItem, window: tuple[int, int]
-    ) -> ReadStatus:
-        """One header page and the layers of the window, which rarely lie on page borders."""
-        size = self.geometry.layer_bytes
-        base = item.placement.slot * self.geometry.slot_bytes
-        page = arena.headers(HEADER_BYTES)[:HEADER_BYTES]
-        begin, end = window[0] * size, window[1] * size
-        first = begin // PAGE_BYTES * PAGE_BYTES
-        length = align_up(end) - first
-        area = arena.payload(length)[:length]
-        if file.read([page], base) < HEADER_BYTES:
-            return ReadStatus.SHORT
-        got = file.read([area], base + HEADER_BYTES + first)
-        if got < end - first:
-            return ReadStatus.SHORT
-        data = area[begin - first : end - first]
-        cut = [data[i : i + size] for i in range(0, len(data), size)]
-        status = self._check_header(page, item)
-        if isinstance(status, ReadStatus):
-            return status
-        sums = headers.layer_checksums(cut, len(cut))
-        if tuple(sums) != status.checksums[window[0] : window[1]]:
-            return ReadStatus.CHECKSUM
-        per_layer = len(item.pieces) // self.geometry.layers
-        _scatter(data, item.pieces[window[0] * per_layer : window[1] * per_layer])
-        return ReadStatus.OK
+        self, arena: Arena, items: Sequence[ReadItem], window: tuple[int, int]
+    ) -> list[ReadStatus]:
+        """The layers of the window, which rarely lie on page borders: by way of the arena."""
+        shape = RangeShape(self.geometry, *window, header=True)
+        area = arena.payload(len(items) * shape.stride)
+        reads = self._ranges.read([RangeItem(i.key, i.placement) for i in items], shape, area)
+        per_layer = len(items[0].pieces) // self.geometry.layers
+        for i, read in enumerate(reads):
+            if read.status is ReadStatus.OK:
+                begin = i * shape.stride + shape.lead
+                pieces = items[i].pieces[window[0] * per_layer : window[1] * per_layer]
+                _scatter(area[begin : begin + shape.payload_bytes], pieces)
+        return [read.status for read in reads]
 
     def _check(self, page: memoryview, item: ReadItem, block: Pieces, got: int) -> ReadStatus:
         if got < HEADER_BYTES + self.geometry.block_bytes:
             return ReadStatus.SHORT
-        found = self._check_header(page, item)
+        found = check_header(page, self.geometry, item.key, item.placement)
         if isinstance(found, ReadStatus):
             return found
         sums = headers.layer_checksums(block, self.geometry.layers)
         return ReadStatus.OK if tuple(sums) == found.checksums else ReadStatus.CHECKSUM
 
-    def _check_header(self, page: memoryview, item: ReadItem) -> Header | ReadStatus:
-        found = headers.decode(page)
-        if (
-            found is None
-            or found.geometry_id != self.geometry.id_bytes
-            or found.payload_bytes != self.geometry.block_bytes
-            or len(found.checksums) != self.geometry.layers
-        ):
-            return ReadStatus.HEADER
-        if found.key != item.key or found.generation != item.placement.generation:
-            return ReadStatus.GENERATION
-        return found
+    def read_range(
+        self, items: Sequence[RangeItem], shape: RangeShape, area: memoryview
+    ) -> list[RangeRead]:
+        """Read some layers of many blocks into staging memory, on the calling thread.
+
+        For callers with threads and deadlines of their own: see :class:`RangeReader`.
+        """
+        began = time.perf_counter()
+        reads = self._ranges.read(items, shape, area)
+        good = sum(read.status is ReadStatus.OK for read in reads)
+        self._count_read(good * shape.payload_bytes, time.perf_counter() - began)
+        return reads
 
     # -- writing ----------------------------------------------------------------------------
 

@@ -7,13 +7,35 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from dualpath_storage.memory import Arena
 
 logger = logging.getLogger(__name__)
 
 Task: TypeAlias = Callable[[Arena], None]
+
+
+class _Job(Protocol):
+    """What a worker tells about the task in its hands."""
+
+    def start(self) -> bool:
+        """It is about to run; False when it must not any more."""
+        ...
+
+    def done(self) -> None:
+        """It has run, well or not."""
+        ...
+
+
+class _Call:
+    """A task that nobody waits for."""
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self.done = ended
+
+    def start(self) -> bool:
+        return True
 
 
 class _Batch:
@@ -64,7 +86,7 @@ class Workers:
 
     def __init__(self, count: int, name: str) -> None:
         self.count = count
-        self._queue: queue.SimpleQueue[tuple[_Batch, Task] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[_Job, Task] | None] = queue.SimpleQueue()
         self._since: list[float | None] = [None] * count
         self._threads = [
             threading.Thread(target=self._work, args=(i,), name=f"{name}-{i}", daemon=True)
@@ -86,6 +108,14 @@ class Workers:
             self._queue.put((batch, task))
         batch.wait(deadline)
 
+    def submit(self, task: Task, ended: Callable[[], None]) -> None:
+        """Run a task some time; ``ended`` is called in its thread after it, also if it raised.
+
+        For callers that keep deadlines of their own: the task itself must look whether it is
+        still wanted, and its memory is its own until ``ended``. Never runs after :meth:`close`.
+        """
+        self._queue.put((_Call(ended), task))
+
     def oldest_s(self) -> float:
         """Age of the longest-running task, 0 when idle: tells a store that hangs."""
         now = time.monotonic()
@@ -102,15 +132,14 @@ class Workers:
     def _work(self, index: int) -> None:
         arena = Arena()
         while (item := self._queue.get()) is not None:
-            batch, task = item
-            if not batch.start():
+            job, task = item
+            if not job.start():
                 continue
             self._since[index] = time.monotonic()
             try:
                 task(arena)
-            except Exception:
+            except BaseException:  # whatever it is, a lost thread would be lost to all that follows
                 logger.exception("An I/O task failed")
-            finally:
-                self._since[index] = None
-                batch.done()
-            del item, batch, task
+            self._since[index] = None
+            job.done()
+            del item, job, task

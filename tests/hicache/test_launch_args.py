@@ -32,9 +32,9 @@ def resolve(model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Reso
     return run
 
 
-def test_the_flag_alone_is_enough(resolve: Resolve) -> None:
-    view = resolve()
-    assert view.enable_hierarchical_cache
+def test_with_the_hierarchical_cache_it_is_a_storage_backend(resolve: Resolve) -> None:
+    view = resolve("--enable-hierarchical-cache")
+    assert not view.enable_unified_cache_external_linker
     assert view.page_size == 64
     assert (view.hicache_mem_layout, view.hicache_io_backend) == ("page_first_direct", "direct")
     assert view.hicache_storage_backend == "dualpath"
@@ -67,7 +67,7 @@ def test_servers_that_do_not_ask_for_it_are_left_alone(resolve: Resolve) -> None
 def test_a_layout_or_copy_that_the_user_chose_stays(
     flags: list[str], layout: str, io: str, resolve: Resolve
 ) -> None:
-    view = resolve(*flags)
+    view = resolve("--enable-hierarchical-cache", *flags)
     assert (view.hicache_mem_layout, view.hicache_io_backend) == (layout, io)
 
 
@@ -92,10 +92,13 @@ def test_an_engine_gets_the_same_defaults(model: Callable[..., Path]) -> None:
         args.resolve_once()
         return resolving_view(args)
 
-    view = engine()
-    assert (view.enable_hierarchical_cache, view.page_size) == (True, 64)
+    view = engine(enable_hierarchical_cache=True)
+    assert (view.hicache_storage_backend, view.page_size) == ("dualpath", 64)
     assert view.hicache_mem_layout == "page_first_direct"
-    assert engine(hicache_mem_layout="page_first").hicache_mem_layout == "page_first"
+    chosen = engine(enable_hierarchical_cache=True, hicache_mem_layout="page_first")
+    assert chosen.hicache_mem_layout == "page_first"
+    view = engine()
+    assert (view.enable_unified_cache_external_linker, view.page_size) == (True, 64)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +110,7 @@ def test_an_engine_gets_the_same_defaults(model: Callable[..., Path]) -> None:
         ("[1]", "cannot read --hicache-storage-backend-extra-config"),
         ("@/nowhere/settings.toml", "cannot read --hicache-storage-backend-extra-config"),
         ('{"index": "redis://host"}', '"embedded", the only index of this version'),
+        ('{"stall_budget_s": 0}', '"stall_budget_s" must be a number of seconds above 0'),
     ],
 )
 def test_settings_are_refused_before_a_model_is_loaded(
@@ -128,6 +132,30 @@ def test_settings_may_stand_in_a_file(resolve: Resolve, tmp_path: Path) -> None:
 def test_without_a_radix_cache_there_is_nothing_to_keep(resolve: Resolve) -> None:
     with pytest.raises(ConfigError, match="leave out --disable-radix-cache"):
         resolve("--disable-radix-cache")
+
+
+def test_without_the_hierarchical_cache_it_streams(resolve: Resolve) -> None:
+    settings = {"capacity": "1GiB", "load_timeout_s": 3}
+    view = resolve("--hicache-storage-backend-extra-config", json.dumps(settings))
+    assert view.enable_unified_cache_external_linker
+    assert not view.enable_hierarchical_cache
+    assert view.hicache_storage_backend is None
+    assert view.page_size == 64
+    assert view.unified_cache_external_linker_config == {
+        "linker": "DualPathLinker",
+        "linker_module_path": "dualpath_sglang.linker",
+        "linker_extra_config": settings,
+    }
+
+
+@pytest.mark.parametrize("flags", [["--pp-size", "2"]])
+def test_where_it_cannot_stream_it_turns_the_hierarchical_cache_on(
+    flags: list[str], resolve: Resolve
+) -> None:
+    view = resolve(*flags)
+    assert view.enable_hierarchical_cache
+    assert not view.enable_unified_cache_external_linker
+    assert view.hicache_storage_backend == "dualpath"
 
 
 def test_a_decode_server_is_not_given_a_cache_it_did_not_ask_for(resolve: Resolve) -> None:

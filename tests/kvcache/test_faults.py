@@ -21,6 +21,8 @@ from dualpath_sglang.index import Record
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.pool import Pool
 from dualpath_storage import BlockStore, Geometry, ReadStatus, Slot
+from dualpath_storage import header as headers
+from dualpath_storage.ranges import check_header
 from tests.kvcache.caches import (
     DROPPED,
     FAILED,
@@ -572,15 +574,12 @@ def test_without_the_check_of_the_key_a_reused_slot_would_be_served(
     pool = cache.attach(of)
     write(pool, cache, KEYS)
     reused_slot_with_a_stale_entry(cache, pool)
-    real = BlockStore._check_header
 
-    def forgetful(self: BlockStore, page: memoryview, item: Any) -> Any:
-        from dualpath_storage import header as headers
-
+    def forgetful(page: memoryview, *names: Any) -> Any:
         found = headers.decode(page)
-        return real(self, page, item) if found is None else found
+        return check_header(page, *names) if found is None else found
 
-    monkeypatch.setattr(BlockStore, "_check_header", forgetful)
+    monkeypatch.setattr("dualpath_storage.store.check_header", forgetful)
     with pytest.raises(WrongBytesError):
         read(pool, cache, KEYS)
 

@@ -73,3 +73,13 @@ def corrupt(root: Path, key: bytes, layer: int, pool: str = "kv") -> None:
 
 def segments(root: Path) -> list[Path]:
     return sorted(root.glob("*/seg-*"))
+
+
+def keys_of(prompt: list[int], page_tokens: int) -> list[bytes]:
+    """The keys of a prompt's pages, as SGLang makes them."""
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+    whole = len(prompt) // page_tokens * page_tokens
+    hashes = get_storage_hash_str(RadixKey(prompt[:whole]), None, page_size=page_tokens)
+    return [bytes.fromhex(name) for name in hashes]

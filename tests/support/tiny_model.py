@@ -1,8 +1,9 @@
 """Tiny models with random weights and a local tokenizer, which SGLang serves on a CPU.
 
-    python -m tests.support.tiny_model OUT qwen3|llama|deepseek_v2|deepseek_v3 [--seed N]
+    python -m tests.support.tiny_model OUT qwen3|llama|deepseek_v2|deepseek_v3|mellum [--seed N]
 
 qwen3, llama: MHA with grouped heads. deepseek_v2: MLA, dense. deepseek_v3: MLA, mixture of experts.
+mellum: MHA, three layers with a sliding window of 64 tokens and one without.
 The same kind and seed give the same weights. Large enough initial weights make greedy answers
 depend on every token of the context, so a wrong byte of KV shows. Greedy answers are printable
 ASCII and never end by themselves, so they survive decoding and encoding in a conversation.
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-KINDS = ("qwen3", "llama", "deepseek_v2", "deepseek_v3")
+KINDS = ("qwen3", "llama", "deepseek_v2", "deepseek_v3", "mellum")
 
 VOCABULARY = 512
 CONTEXT_TOKENS = 16384
@@ -170,6 +171,22 @@ def _model(kind: str, overrides: dict[str, Any]) -> Any:
                 "first_k_dense_replace": 2,
                 "topk_method": "noaux_tc",
                 "scoring_func": "sigmoid",
+            },
+        ),
+        "mellum": (
+            "Mellum",
+            {
+                **grouped_heads,
+                "sliding_window": 64,
+                "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+                "mlp_layer_types": ["dense"] * 4,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 64,
+                "rope_parameters": {
+                    kind: {"rope_type": "default", "rope_theta": 10000.0}
+                    for kind in ("sliding_attention", "full_attention")
+                },
             },
         ),
     }

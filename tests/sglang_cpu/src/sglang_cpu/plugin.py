@@ -50,9 +50,13 @@ def register() -> None:
     _host_pools(HookRegistry, HookType)
     _layer_loads(HookRegistry, HookType)
     _mla_attention()
+    _sliding_window(HookRegistry, HookType)
     _disaggregation(HookRegistry, HookType)
     if os.environ.get("SGLANG_CPU_JUNK_FREED") == "1":
         _junk_freed(HookRegistry, HookType)
+    if hooks := os.environ.get("SGLANG_CPU_TEST_HOOKS"):
+        module, _, function = hooks.partition(":")
+        getattr(importlib.import_module(module), function)()
 
 
 def _place_kernels() -> None:
@@ -105,6 +109,23 @@ def _mla_attention() -> None:
     AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
 
 
+def _sliding_window(registry: Any, hook: Any) -> None:
+    """torch_native writes sliding-window layers where they belong and reads them elsewhere."""
+
+    def translated(
+        backend: Any, q: Any, o: Any, k: Any, v: Any, slots: Any, *a: Any, **kw: Any
+    ) -> Any:
+        if kw.get("sliding_window_size") is not None and backend.use_sliding_window_kv_pool:
+            pool = backend.token_to_kv_pool
+            flat = pool.translate_loc_from_full_to_swa(slots.reshape(-1).long())
+            slots = flat.view(slots.shape).clamp(min=0)
+        return (backend, q, o, k, v, slots, *a), kw
+
+    native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+    for method in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        registry.register(f"{native}.{method}", translated, hook.BEFORE)
+
+
 def _disaggregation(registry: Any, hook: Any) -> None:
     """The host-tensor path of a KV sender uses pinned memory and CUDA events; numpy's does not."""
 
@@ -143,6 +164,7 @@ def _junk_freed(registry: Any, hook: Any) -> None:
     for target, after in (
         ("mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.clear", after_device_clear),
         ("mem_cache.allocator.token.TokenToKVPoolAllocator.clear", after_device_clear),
+        ("mem_cache.allocator.swa.SWATokenToKVPoolAllocator.clear", after_device_clear),
         ("mem_cache.pool_host.base.HostKVCache.clear", after_host_clear),
     ):
         registry.register(f"sglang.srt.{target}", after, hook.AFTER)
@@ -150,6 +172,9 @@ def _junk_freed(registry: Any, hook: Any) -> None:
 
 def _tensors(pool: Any) -> Iterator[Any]:
     """The KV tensors that a device or host pool holds itself (not properties that view them)."""
+    for name in ("full_kv_pool", "swa_kv_pool"):
+        if (inner := getattr(pool, "__dict__", {}).get(name)) is not None:
+            yield from _tensors(inner)
     for name in ("k_buffer", "v_buffer", "kv_buffer"):
         buffers = getattr(pool, "__dict__", {}).get(name)
         if buffers is not None:

@@ -1,0 +1,220 @@
+"""Streaming mode on several ranks, on a hybrid model, and beside HiCache mode on one store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import stores
+from tests.support.server import Answer, random_tokens
+from tests.support.streaming import PAGE_TOKENS, StreamingServer
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = random_tokens(500, seed=1)
+OTHER = random_tokens(300, seed=2)
+WHOLE = len(PROMPT) // PAGE_TOKENS * PAGE_TOKENS
+
+Models = Callable[..., Path]
+
+
+# -- tensor parallelism -------------------------------------------------------------------------
+
+
+@pytest.fixture(
+    scope="module", params=[("qwen3", []), ("deepseek_v2", ["--disable-overlap-schedule"])]
+)
+def two_ranks(
+    request: pytest.FixtureRequest, model: Models, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StreamingServer]:
+    kind, flags = request.param
+    folder = tmp_path_factory.mktemp(f"{kind}-tp2")
+    settings = {"load_timeout_s": 3}
+    with StreamingServer(
+        model(kind), folder, "--tp-size", "2", *flags, settings=settings
+    ) as server:
+        yield server
+
+
+def test_two_ranks_restore_what_they_stored(two_ranks: StreamingServer) -> None:
+    two_ranks.faults.clear()
+    wanted = [two_ranks.uncached(prompt).tokens for prompt in (PROMPT, OTHER)]
+    two_ranks.store(PROMPT, OTHER)
+    answers = two_ranks.generate_together([PROMPT, OTHER])
+    assert [answer.tokens for answer in answers] == wanted
+    assert [answer.cached.host for answer in answers] == [WHOLE, 288]
+    sharded = {g.shard for g in stores.geometries(two_ranks.root).values()}
+    assert sharded in ({""}, {"tp0/2", "tp1/2"})  # replicas are stored once
+
+
+def test_a_fault_on_one_rank_is_recomputed_on_both(two_ranks: StreamingServer) -> None:
+    wanted = [two_ranks.uncached(prompt).tokens for prompt in (PROMPT, OTHER)]
+    two_ranks.store(PROMPT, OTHER)
+    pool = sorted(stores.geometries(two_ranks.root))[-1]  # the last rank's
+    key = stores.keys_of(PROMPT, PAGE_TOKENS)[10]
+    stores.corrupt(two_ranks.root, key, layer=1, pool=pool)
+    before = two_ranks.metric("dualpath_recomputes_total")
+    answers = two_ranks.generate_together([PROMPT, OTHER])
+    assert [answer.tokens for answer in answers] == wanted
+    assert [answer.cached.host for answer in answers] == [160, 288]
+    assert two_ranks.metric("dualpath_recomputes_total") > before
+    two_ranks.flush()
+    answers = two_ranks.generate_together([PROMPT, OTHER])
+    assert [answer.tokens for answer in answers] == wanted
+    assert [answer.cached.host for answer in answers] == [WHOLE, 288]
+
+
+def test_slow_lookups_do_not_part_the_ranks(two_ranks: StreamingServer) -> None:
+    wanted = two_ranks.uncached(PROMPT)
+    two_ranks.store(PROMPT)
+    two_ranks.faults.on("lookup_delay", 0.1)
+    answer = two_ranks.generate(PROMPT)
+    two_ranks.faults.clear()
+    assert answer.tokens == wanted.tokens
+    assert answer.cached.host == WHOLE
+
+
+# -- a hybrid model -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[[], ["--disable-overlap-schedule"]])
+def hybrid(
+    request: pytest.FixtureRequest, model: Models, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StreamingServer]:
+    with StreamingServer(
+        model("mellum"), tmp_path_factory.mktemp("mellum"), *request.param
+    ) as server:
+        yield server
+
+
+def test_a_sliding_window_model_is_restored_where_all_its_pools_are(
+    hybrid: StreamingServer,
+) -> None:
+    wanted = hybrid.uncached(PROMPT)
+    cold = hybrid.generate(PROMPT)
+    device = hybrid.generate(PROMPT)
+    assert wanted.tokens == cold.tokens == device.tokens
+    hybrid.flush()
+    restored = hybrid.generate(PROMPT)
+    assert restored.tokens == wanted.tokens
+    assert restored.cached.host > 0
+    assert sorted(stores.geometries(hybrid.root)) == ["kv", "swa"]
+
+
+def test_a_sliding_window_that_is_gone_shortens_the_hit(hybrid: StreamingServer) -> None:
+    wanted = hybrid.uncached(PROMPT)
+    hybrid.store(PROMPT)
+    geometry = stores.geometries(hybrid.root)["swa"]
+    with stores.index_of(hybrid.root) as index:
+        keys = [k for k in stores.keys_of(PROMPT, PAGE_TOKENS) if index.lookup(geometry, [k])[0]]
+    stores.corrupt(hybrid.root, keys[-1], layer=2, pool="swa")
+    answer = hybrid.generate(PROMPT)
+    assert answer.tokens == wanted.tokens
+    hybrid.flush()
+    assert hybrid.generate(PROMPT).tokens == wanted.tokens
+
+
+# -- both modes on one store --------------------------------------------------------------------
+
+
+def hicache(model: Path, folder: Path, root: Path) -> StreamingServer:
+    flags = ["--enable-hierarchical-cache", "--hicache-ratio", "4"]
+    flags += ["--hicache-write-policy", "write_through"]
+    flags += ["--hicache-storage-prefetch-policy", "wait_complete"]
+    settings = {"prefetch_threshold": PAGE_TOKENS}
+    return StreamingServer(model, folder, *flags, root=root, settings=settings)
+
+
+def settled(server: StreamingServer, pages: int) -> None:
+    from tests.support.streaming import wait_for
+
+    wait_for(lambda: stores.block_count(server.root) >= pages)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "deepseek_v2", "mellum"])
+def test_each_mode_restores_what_the_other_stored(kind: str, model: Models, tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    prompts = [PROMPT, random_tokens(500, seed=3)]
+    with StreamingServer(model(kind), tmp_path / "streaming", root=root) as streaming:
+        wanted = [streaming.generate(prompt) for prompt in prompts]
+        assert [a.cached_tokens for a in wanted] == [0, 0]
+        streaming.flush()
+        streaming.stop()
+    with hicache(model(kind), tmp_path / "hicache", root) as other:
+        answers = [other.generate(prompt) for prompt in prompts]
+        assert [a.tokens for a in answers] == [a.tokens for a in wanted]
+        assert [a.cached.storage for a in answers] == [WHOLE, WHOLE]
+        written = [other.generate(OTHER)]
+        settled(other, 2 * WHOLE // PAGE_TOKENS + len(OTHER) // PAGE_TOKENS)
+        other.stop()
+    with StreamingServer(model(kind), tmp_path / "again", root=root) as streaming:
+        answer = streaming.generate(OTHER)
+        assert answer.tokens == written[0].tokens
+        assert answer.cached.host == 288
+
+
+def test_both_modes_serve_from_one_store_at_once(model: Models, tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    with (
+        StreamingServer(model("qwen3"), tmp_path / "a", root=root) as first,
+        StreamingServer(model("qwen3"), tmp_path / "b", root=root) as second,
+    ):
+        wanted = first.generate(PROMPT)
+        first.flush()
+        answer = second.generate(PROMPT)
+        assert (answer.tokens, answer.cached.host) == (wanted.tokens, WHOLE)
+
+
+def test_an_engine_streams_too(model: Models, tmp_path: Path) -> None:
+    """`sglang.Engine` takes the same arguments; its processes take the same hooks."""
+    import json
+    import subprocess
+    import sys
+
+    from tests.support.processes import BASE_ENVIRONMENT, REPOSITORY
+
+    program = f"""
+import json, sglang
+def main():
+    engine = sglang.Engine(
+        model_path={str(model("qwen3"))!r}, device="cpu", dtype="float32", page_size=16,
+        attention_backend="torch_native", sampling_backend="pytorch", max_total_tokens=4096,
+        mem_fraction_static=0.3, max_running_requests=4, skip_server_warmup=True,
+        hicache_storage_backend="dualpath",
+        hicache_storage_backend_extra_config={json.dumps({"root": str(tmp_path / "store")})!r},
+    )
+    ask = lambda: engine.generate(
+        input_ids={PROMPT}, sampling_params={{"temperature": 0, "max_new_tokens": 8}}
+    )
+    cold = ask()
+    engine.flush_cache()
+    hit = ask()
+    print("RESULT", json.dumps([cold["output_ids"], hit["output_ids"],
+                                hit["meta_info"]["cached_tokens"]]))
+    engine.shutdown()
+if __name__ == "__main__":
+    main()
+"""
+    script = tmp_path / "engine.py"
+    script.write_text(program)
+    import os
+
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, **BASE_ENVIRONMENT},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
+    cold, hit, cached = json.loads(lines[0][7:])
+    assert (cold, cached) == (hit, WHOLE)
+
+
+Result = tuple[Answer, Any]
