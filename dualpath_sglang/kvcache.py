@@ -7,7 +7,6 @@ became of each. When the index cannot answer, everything misses until it can aga
 from __future__ import annotations
 
 import contextlib
-import enum
 import errno
 import itertools
 import logging
@@ -19,14 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from dualpath_sglang.evictor import Evictor
-from dualpath_sglang.index import Index, IndexUnavailableError, Record
+from dualpath_sglang.index import Index, IndexUnavailableError
 from dualpath_sglang.index.keeper import IndexKeeper
 from dualpath_sglang.index.recovery import open_index
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.promises import Promises
 from dualpath_sglang.stats import CacheStats, Counters
+from dualpath_sglang.writer import Writer, WriteResult
 from dualpath_storage import (
-    NO_PARENT,
     BlockStore,
     Geometry,
     Pieces,
@@ -37,12 +36,12 @@ from dualpath_storage import (
     Space,
     StoreError,
     StoreOptions,
-    WriteItem,
-    WriteStatus,
 )
 from dualpath_storage.backends import Backend, PosixBackend
 from dualpath_storage.space import GEOMETRY_FILE, geometry_directories
 from dualpath_storage.workers import Workers
+
+__all__ = ["KVCache", "WriteResult"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,23 +49,6 @@ _OPEN_TIMEOUT_S = 120.0
 _ADOPT_TIMEOUT_S = 60.0
 _UPKEEP_EVERY_S = 1.0
 _MAX_TOUCHES = 4096
-
-
-class WriteResult(enum.Enum):
-    """What became of a block that was to be written."""
-
-    STORED = "stored"
-    PRESENT = "present"
-    DROPPED = "dropped"
-    """Left out on purpose: no room, read-only, or the store does not answer now."""
-    FAILED = "failed"
-
-
-_UNPUBLISHED = {
-    WriteStatus.OK: WriteResult.PRESENT,  # another process was first
-    WriteStatus.NO_SPACE: WriteResult.DROPPED,
-    WriteStatus.READ_ONLY: WriteResult.DROPPED,
-}
 
 
 def _on_read_only_mount(path: Path) -> bool:
@@ -129,7 +111,7 @@ class KVCache:
             self._promises.held,
         )
         self._touches: list[tuple[bytes, tuple[bytes, ...]]] = []
-        self._generation = 0
+        self._writer = Writer(self._evictor, durable=options.durability == "fdatasync")
         self._has_written = False
         self._maintaining = threading.Lock()
         self._stalled = False
@@ -425,103 +407,18 @@ class KVCache:
         """
         assert len(keys) == len(pieces)
         deadline = _deadline(timeout_s, self.options.write_timeout_s)
-        results = [WriteResult.DROPPED] * len(keys)
-        generation = self._next_generation()
+        batch = self._writer.batch(keys, pieces, parent, deadline)
         if pool.writer and keys:
             self._has_written = True
-            with self._index_or_none() as index, pool.claim(keys, generation) as mine:
+            with self._index_or_none() as index:
                 if index is not None:
-                    parents = [parent or NO_PARENT, *keys[:-1]]
-                    self._write_missing(
-                        pool, index, generation, keys, parents, pieces, mine, results, deadline
-                    )
+                    self._writer.write(pool, index, batch)
         for name in WriteResult:
             field = "written" if name is WriteResult.STORED else name.value
-            self._counters.add(f"{field}_blocks", results.count(name))
-        return results
-
-    def _write_missing(
-        self,
-        pool: Pool,
-        index: Index,
-        generation: int,
-        keys: Sequence[bytes],
-        parents: Sequence[bytes],
-        pieces: Sequence[Pieces],
-        mine: set[bytes],
-        results: list[WriteResult],
-        deadline: float,
-    ) -> None:
-        places = index.lookup(pool.geometry, keys)
-        missing: dict[bytes, int] = {}
-        for i, key in enumerate(keys):
-            if places[i] is not None or key not in mine or key in missing:
-                results[i] = WriteResult.PRESENT
-            else:
-                missing[key] = i
+            self._counters.add(f"{field}_blocks", batch.results.count(name))
         present = WriteResult.PRESENT
-        self.touch(pool, [k for k, r in zip(keys, results, strict=True) if r is present])
-        if not missing:
-            return
-        parent = parents[next(iter(missing.values()))]
-        slots = pool.make_room(len(missing), generation, parent, index, self._evictor, deadline)
-        try:
-            todo = list(missing.values())[: len(slots)]
-            items = [
-                WriteItem(keys[i], parents[i], Placement(s.segment, s.slot, generation), pieces[i])
-                for i, s in zip(todo, slots, strict=True)
-            ]
-            written = self._write_items(pool, items, deadline)
-            new = self._publish(pool, index, items, written, deadline)
-        except BaseException:
-            pool.store.slots.release([(slot, generation) for slot in slots], dirty=True)
-            raise
-        for i, item, status in zip(todo, items, written, strict=True):
-            if item.key in new:
-                results[i] = WriteResult.STORED
-                continue
-            results[i] = _UNPUBLISHED.get(status, WriteResult.FAILED)
-            if status is not WriteStatus.IO_ERROR:  # what the device refuses is not used again
-                slot = Slot(item.placement.segment, item.placement.slot)
-                pool.store.slots.free(slot, generation, dirty=True)
-
-    def _publish(
-        self,
-        pool: Pool,
-        index: Index,
-        items: Sequence[WriteItem],
-        written: Sequence[WriteStatus],
-        deadline: float,
-    ) -> set[bytes]:
-        records = [
-            Record(item.key, item.parent, item.placement)
-            for item, status in zip(items, written, strict=True)
-            if status is WriteStatus.OK
-        ]
-        if not records:
-            return set()
-        left = max(0.1, deadline - time.monotonic())
-        published = index.publish(pool.geometry, records, left)
-        return {r.key for r, ok in zip(records, published, strict=True) if ok}
-
-    def _write_items(
-        self, pool: Pool, items: Sequence[WriteItem], deadline: float
-    ) -> list[WriteStatus]:
-        statuses = pool.store.write(items, deadline)
-        if self.options.durability == "fdatasync":
-            touched = {
-                item.placement.segment
-                for item, status in zip(items, statuses, strict=True)
-                if status is WriteStatus.OK
-            }
-            if not pool.store.sync(sorted(touched), deadline):
-                return [WriteStatus.TIMEOUT] * len(items)
-        return statuses
-
-    def _next_generation(self) -> int:
-        with self._lock:
-            self._generation = max(self._generation + 1, time.time_ns())
-            return self._generation
+        self.touch(pool, [k for k, r in zip(keys, batch.results, strict=True) if r is present])
+        return batch.results
 
     # -- eviction ---------------------------------------------------------------------------
 

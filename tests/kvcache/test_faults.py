@@ -55,7 +55,11 @@ Damage = Callable[[KVCache, Pool], "set[int] | None"]
 
 @contextlib.contextmanager
 def no_upkeep(cache: KVCache) -> Iterator[None]:
-    """Nothing happens by itself: what is damaged is met by the next call."""
+    """Nothing happens by itself: what is damaged is met by the next call.
+
+    And a transaction can never be under way, which a damaged index could end together with the
+    test's process; tests/index/test_damage.py is about that.
+    """
     with cache._maintaining:
         yield
 
@@ -272,7 +276,8 @@ def test_upkeep_survives_what_no_call_has_met(opened: Opened, of: Geometry, dama
     cache = opened(**small_segments(of))
     pool = cache.attach(of)
     write(pool, cache, KEYS)
-    damage(cache, pool)
+    with no_upkeep(cache):
+        damage(cache, pool)
     cache.maintain()
     survive(cache, pool)
 
@@ -284,7 +289,8 @@ def test_another_process_survives(opened: Opened, of: Geometry, damage: Damage) 
     write(owner.attach(of), owner, KEYS)
     cache = opened(**small_segments(of))
     pool = cache.attach(of)
-    lost = damage(owner, owner.attach(of))
+    with no_upkeep(owner), no_upkeep(cache):
+        lost = damage(owner, owner.attach(of))
     good = read(pool, cache, KEYS)
     if lost is not None:
         assert {i for i, hit in enumerate(good) if not hit} == lost

@@ -1,0 +1,165 @@
+"""Storing the blocks of a chain that are not there yet: room, bytes, then the index."""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dualpath_sglang.evictor import Evictor
+from dualpath_sglang.index import Index, Record
+from dualpath_sglang.pool import Pool
+from dualpath_storage import NO_PARENT, Pieces, Placement, Slot, WriteItem, WriteStatus
+
+
+class WriteResult(enum.Enum):
+    """What became of a block that was to be written."""
+
+    STORED = "stored"
+    PRESENT = "present"
+    DROPPED = "dropped"
+    """Left out on purpose: no room, read-only, or the store does not answer now."""
+    FAILED = "failed"
+
+
+_UNPUBLISHED = {
+    WriteStatus.OK: WriteResult.PRESENT,  # another process was first
+    WriteStatus.NO_SPACE: WriteResult.DROPPED,
+    WriteStatus.READ_ONLY: WriteResult.DROPPED,
+}
+
+
+@dataclass(slots=True)
+class Batch:
+    """Blocks of one chain to be stored, and what has become of them so far.
+
+    Args:
+        keys: the parent of ``keys[i]`` is ``keys[i - 1]``.
+        pieces: the memory of each.
+        parent: the parent of ``keys[0]``, zeros when unknown.
+        generation: names this write in headers and slots.
+        deadline: monotonic seconds after which nothing is begun.
+    """
+
+    keys: Sequence[bytes]
+    pieces: Sequence[Pieces]
+    parent: bytes
+    generation: int
+    deadline: float
+    results: list[WriteResult] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.results = [WriteResult.DROPPED] * len(self.keys)
+
+    def parent_of(self, i: int) -> bytes:
+        """The parent of ``keys[i]``."""
+        return self.keys[i - 1] if i else self.parent
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to the deadline, and a little for what must be tried all the same."""
+        return max(0.1, self.deadline - time.monotonic())
+
+
+class Writer:
+    """Writes batches of blocks into pools. Thread-safe.
+
+    Args:
+        evictor: makes room.
+        durable: whether each batch is made durable before it can be found.
+    """
+
+    def __init__(self, evictor: Evictor, *, durable: bool) -> None:
+        self._evictor = evictor
+        self._durable = durable
+        self._generation = 0
+        self._lock = threading.Lock()
+
+    def batch(
+        self, keys: Sequence[bytes], pieces: Sequence[Pieces], parent: bytes | None, deadline: float
+    ) -> Batch:
+        """Blocks to be written, with a generation that no other write has."""
+        with self._lock:
+            self._generation = max(self._generation + 1, time.time_ns())
+            return Batch(keys, pieces, parent or NO_PARENT, self._generation, deadline)
+
+    def write(self, pool: Pool, index: Index, batch: Batch) -> None:
+        """Store what is missing, and note in the batch what became of each block.
+
+        Raises:
+            IndexUnavailableError: the index cannot answer now; what is not stored is dropped.
+        """
+        with pool.claim(batch.keys, batch.generation) as mine:
+            places = index.lookup(pool.geometry, batch.keys)
+            missing: dict[bytes, int] = {}
+            for i, key in enumerate(batch.keys):
+                if places[i] is not None or key not in mine or key in missing:
+                    batch.results[i] = WriteResult.PRESENT
+                else:
+                    missing[key] = i
+            if missing:
+                self._write(pool, index, batch, list(missing.values()))
+
+    def _write(self, pool: Pool, index: Index, batch: Batch, missing: Sequence[int]) -> None:
+        parent = batch.parent_of(missing[0])
+        slots = pool.make_room(
+            len(missing), batch.generation, parent, index, self._evictor, batch.deadline
+        )
+        taken = [(slot, batch.generation) for slot in slots]
+        try:
+            items = [
+                WriteItem(
+                    batch.keys[i],
+                    batch.parent_of(i),
+                    Placement(slot.segment, slot.slot, batch.generation),
+                    batch.pieces[i],
+                )
+                for i, slot in zip(missing, slots, strict=False)  # there may be fewer slots
+            ]
+            written = self._write_items(pool, items, batch.deadline)
+            new = self._publish(pool, index, items, written, batch.left_s)
+        except BaseException:
+            pool.store.slots.release(taken, dirty=True)
+            raise
+        for i, item, status in zip(missing, items, written, strict=False):
+            if item.key in new:
+                batch.results[i] = WriteResult.STORED
+                continue
+            batch.results[i] = _UNPUBLISHED.get(status, WriteResult.FAILED)
+            if status is not WriteStatus.IO_ERROR:  # what the device refuses is not used again
+                slot = Slot(item.placement.segment, item.placement.slot)
+                pool.store.slots.free(slot, batch.generation, dirty=True)
+
+    def _write_items(
+        self, pool: Pool, items: Sequence[WriteItem], deadline: float
+    ) -> list[WriteStatus]:
+        statuses = pool.store.write(items, deadline)
+        if self._durable:
+            touched = {
+                item.placement.segment
+                for item, status in zip(items, statuses, strict=True)
+                if status is WriteStatus.OK
+            }
+            if not pool.store.sync(sorted(touched), deadline):
+                return [WriteStatus.TIMEOUT] * len(items)
+        return statuses
+
+    @staticmethod
+    def _publish(
+        pool: Pool,
+        index: Index,
+        items: Sequence[WriteItem],
+        written: Sequence[WriteStatus],
+        timeout_s: float,
+    ) -> set[bytes]:
+        records = [
+            Record(item.key, item.parent, item.placement)
+            for item, status in zip(items, written, strict=True)
+            if status is WriteStatus.OK
+        ]
+        if not records:
+            return set()
+        published = index.publish(pool.geometry, records, timeout_s)
+        return {r.key for r, ok in zip(records, published, strict=True) if ok}
