@@ -295,6 +295,7 @@ ENGINE = """
             mem_fraction_static=0.3,
             skip_server_warmup=True,
             enable_cache_report=True,
+            enable_hierarchical_cache=True,
             hicache_storage_backend="dualpath",
             hicache_storage_backend_extra_config=given["settings"],
             hicache_storage_prefetch_policy="wait_complete",

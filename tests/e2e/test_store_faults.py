@@ -191,22 +191,6 @@ def test_without_faults_the_bytes_do_come_from_the_store(served: Served) -> None
     served.recovers()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sglangs_own_failures_and_delays(
-    kind: str, model: Callable[..., Path], start_server: Callable[..., Server], tmp_path: Path
-) -> None:
-    env = {
-        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.3",
-        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.05",
-    }
-    server = start_server(model(kind), dualpath(tmp_path / "store"), env=env)
-    cold = server.generate(PROMPT)
-    for _ in range(6):
-        server.flush()
-        assert server.generate(PROMPT).tokens == cold.tokens
-    assert server.alive
-
-
 @needs_root
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_disk_that_fills_up_and_then_fails(
