@@ -48,7 +48,9 @@ COMMON_FLAGS = (
     *("--page-size", str(PAGE_TOKENS), "--random-seed", "0", "--skip-server-warmup"),
 )
 CACHED_FLAGS = (
-    # This one flag is what it takes: it turns the hierarchical cache on as well.
+    # With the first of these, storage lies below a host memory tier and the table tells them apart;
+    # without it, hits are streamed into the forward, and SGLang counts them as the host's.
+    "--enable-hierarchical-cache",
     *("--hicache-storage-backend", "dualpath"),
     # Host memory for a little more than the device pool; SGLang's default is twice.
     *("--hicache-ratio", "1.5"),
