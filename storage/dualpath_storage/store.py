@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_BUFFERS = 1000  # the kernel takes 1024 a call
 _MIN_IO_BYTES = 512 << 10  # neighbours merge up to this size even when workers stay idle
-_TURNS = 4  # I/Os a worker should get of a large batch
 _SCAN_BATCH = 256
 
 _DEVICE_ERRORS = frozenset(
@@ -141,14 +140,10 @@ class BlockStore:
         items: Sequence[ReadItem] | Sequence[WriteItem],
         workers: Workers,
     ) -> list[list[int]]:
-        """Runs of neighbouring slots, each short enough for one vectored I/O.
-
-        Short enough, too, for every worker to get several: while one block is checked another is
-        on its way, and all finish together.
-        """
+        """Runs of neighbouring slots, each short enough for one I/O and for all workers to share."""
         if not items:
             return []
-        share = -(-len(items) // (_TURNS * workers.count))
+        share = -(-len(items) // workers.count)
         most = min(max(share, self._min_blocks), self._max_blocks)
         if self._in_place(items[0].pieces):
             most = max(1, min(most, _MAX_BUFFERS // (len(items[0].pieces) + 2)))

@@ -203,7 +203,7 @@ def test_neighbours_are_one_transfer(open_store: Open, faulty: Faulty) -> None:
     assert sum(faulty.calls[0][2]) == 9 * stored.geometry.slot_bytes
 
 
-def test_a_large_batch_is_parted_so_that_all_workers_take_turns(
+def test_a_batch_is_parted_so_that_every_worker_has_a_share(
     open_store: Open, faulty: Faulty
 ) -> None:
     of = geometry("large", layers=8)
@@ -213,7 +213,7 @@ def test_a_large_batch_is_parted_so_that_all_workers_take_turns(
     keys = chain("a", 24)
     stored.write(keys)
     assert stored.read(keys) == [OK] * 24
-    assert {sum(sizes) for _, _, sizes in faulty.calls} == {3 * of.slot_bytes}
+    assert {sum(sizes) for _, _, sizes in faulty.calls} == {12 * of.slot_bytes}
 
 
 @pytest.mark.parametrize("kind", KINDS)
