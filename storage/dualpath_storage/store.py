@@ -140,7 +140,7 @@ class BlockStore:
         items: Sequence[ReadItem] | Sequence[WriteItem],
         workers: Workers,
     ) -> list[list[int]]:
-        """Runs of neighbouring slots, each short enough for one I/O and for all workers to share."""
+        """Runs of neighbouring slots: each is one I/O, and every worker has a share."""
         if not items:
             return []
         share = -(-len(items) // workers.count)
