@@ -95,7 +95,7 @@ def test_writers_killed_at_any_moment_leave_whole_chains(
     seed = random.SystemRandom().randrange(1 << 32)
     print("seed", seed)
     rng = random.Random(seed)
-    for i in range(40):
+    for i in range(30):
         child = children.fork("write_for_ever", path, i)
         child.until("writing")
         time.sleep(rng.random() * 0.05)
@@ -116,9 +116,10 @@ def test_snapshots_of_killed_readers_are_forgotten(
     readers = [children.fork("hold_a_snapshot", path) for _ in range(3)]
     for reader in readers:
         reader.until("reading")
+    for reader in readers:
         reader.kill()
     assert index._env._env is not None
-    assert index._env._env.readers().count("\n") >= 3
+    assert index._env._env.readers().count("\n") > 3
     index.upkeep()
     assert index._env._env.reader_check() == 0
 
