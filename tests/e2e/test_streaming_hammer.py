@@ -31,14 +31,14 @@ def test_every_answer_is_right_whatever_happens_to_the_store(
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
     source = random.Random(seed)
-    roots = [random_tokens(400, seed=s) for s in (101, 102)]
+    roots = [random_tokens(400, seed=s) for s in range(101, 105)]
     prompts = [
-        roots[i % 2][: 16 * source.randrange(4, 26)] + random_tokens(30 + 10 * i, seed=110 + i)
-        for i in range(10)
+        roots[i % 4][: 16 * source.randrange(4, 26)] + random_tokens(30 + 5 * i, seed=110 + i)
+        for i in range(16)
     ]
-    settings = {"load_timeout_s": 1.0, "stall_budget_s": 0.2}
+    settings = {"load_timeout_s": 1.0, "stall_budget_s": 1.0}
     # So small a pool that pages are evicted from the device all the time, and hit in the store.
-    flags = [*FLAGS[scheduling], "--max-total-tokens", "1536"]
+    flags = [*FLAGS[scheduling], "--max-total-tokens", "1280"]
     with StreamingServer(model("qwen3"), tmp_path / "server", *flags, settings=settings) as server:
         wanted = [server.uncached(prompt, 8).tokens for prompt in prompts]
         server.store(*prompts)
@@ -93,7 +93,7 @@ def test_every_answer_is_right_whatever_happens_to_the_store(
             one.result()
         server.faults.clear()
         assert min(answered) > 0
-        assert server.metric("dualpath_loads_total", outcome="ok") > 0
+        assert server.metric("dualpath_loads_total", outcome="ok") > 20
         assert server.metric("dualpath_recomputes_total") > 0
         server.flush()
         for prompt, tokens in zip(prompts, wanted, strict=True):
