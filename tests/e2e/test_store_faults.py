@@ -25,7 +25,7 @@ PAGE_TOKENS = 16
 PROMPT = random_tokens(320, seed=11)
 PAGES = len(PROMPT) // PAGE_TOKENS
 KINDS = ["qwen3", "deepseek_v2"]
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 def dualpath(root: Path, **more: object) -> list[str]:
