@@ -37,21 +37,18 @@ _STAMP = struct.Struct("<Q")
 _COMMITTING = 0
 _DAMAGED = 1
 
-_DAMAGE = (
-    lmdb.BadDbiError,
-    lmdb.BadTxnError,
-    lmdb.CorruptedError,
-    lmdb.CursorFullError,
-    lmdb.IncompatibleError,
-    lmdb.InvalidError,
-    lmdb.NotFoundError,
-    lmdb.PageFullError,
-    lmdb.PageNotFoundError,
-    lmdb.PanicError,
-    lmdb.VersionMismatchError,
-    struct.error,
+_TRANSIENT = (
+    lmdb.DiskError,
+    lmdb.LockError,
+    lmdb.MapFullError,
+    lmdb.MemoryError,
+    lmdb.ReadersFullError,
+    lmdb.ReadonlyError,
+    lmdb.TlsFullError,
+    lmdb.TxnFullError,
 )
-"""What LMDB, or a malformed row, says of a file that cannot be used any more."""
+"""What LMDB says of the machine, not of the file. Everything else, a page number beyond the map as
+much as a malformed row, means that the file cannot be used any more."""
 
 
 class Environment:
@@ -102,10 +99,10 @@ class Environment:
             self.tables = self._open_tables(tables, timeout_s)
         except BaseException as error:
             self._close()
-            if isinstance(error, _DAMAGE):
-                raise IndexDamagedError(f"{path} is damaged: {error}") from error
-            if isinstance(error, (lmdb.Error, OSError)):
+            if isinstance(error, (*_TRANSIENT, OSError)):
                 raise IndexUnavailableError(f"{path} cannot be opened: {error}") from error
+            if isinstance(error, (lmdb.Error, struct.error)):
+                raise IndexDamagedError(f"{path} is damaged: {error}") from error
             raise
 
     @classmethod
@@ -228,10 +225,10 @@ class Environment:
         """LMDB's errors as ours."""
         try:
             yield
-        except _DAMAGE as error:
-            raise IndexDamagedError(f"{self.path} is damaged: {error}") from error
-        except (lmdb.Error, OSError) as error:
+        except (*_TRANSIENT, OSError) as error:
             raise IndexUnavailableError(f"{self.path}: {error}") from error
+        except (lmdb.Error, struct.error) as error:
+            raise IndexDamagedError(f"{self.path} is damaged: {error}") from error
 
     def sync(self) -> None:
         """Make the commits of all processes durable."""

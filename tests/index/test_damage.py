@@ -220,6 +220,21 @@ def test_a_file_that_is_changed_under_us_is_damaged_to_reader_and_writer(
     index.close()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_damage_that_fell_into_a_commit_of_ours_does_not_stay(path: Path, seed: int) -> None:
+    """The commit's stamp is put on the damaged file then, and only LMDB can tell."""
+    grown(path)
+    index = EmbeddedIndex(path)
+    garbage(path, random.Random(seed))
+    index._env._stamp_commit(sound=True)
+    with pytest.raises(IndexDamagedError):
+        index.lookup(KV, chain(0, 1))
+    with pytest.raises(IndexDamagedError):
+        index.publish(KV, records(chain("new", 1)), FOREVER_S)
+    index.close()
+    assert not sound(path, FOREVER_S)
+
+
 @pytest.mark.parametrize("suffix", ["", "-lock", "-writer"])
 def test_a_removed_file_is_noticed(path: Path, suffix: str) -> None:
     grown(path)
@@ -468,7 +483,17 @@ def test_what_may_pass_is_no_damage(path: Path, error: type[Exception]) -> None:
     index.close()
 
 
-@pytest.mark.parametrize("error", [lmdb.PanicError, lmdb.CorruptedError, lmdb.PageNotFoundError])
+@pytest.mark.parametrize(
+    "error",
+    [
+        lmdb.PanicError,
+        lmdb.CorruptedError,
+        lmdb.PageNotFoundError,
+        lmdb.MapResizedError,
+        lmdb.BadRslotError,
+        lmdb.Error,
+    ],
+)
 def test_what_will_not_pass_is_damage(path: Path, error: type[Exception]) -> None:
     index = EmbeddedIndex(path)
     with pytest.raises(IndexDamagedError), index._env.read():
