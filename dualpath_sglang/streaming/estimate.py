@@ -55,16 +55,19 @@ class RateMeter:
         self._last: float | None = None
         self._bytes = 0
         self._elapsed_s = 0.0
+        self._sampled = -math.inf
 
     def note(self, size_bytes: int, now: float, *, full: bool) -> None:
         """A read ended at ``now``; ``full``: and until then the queue was."""
+        if now - self._sampled > _MEMORY_S:  # what was left of a small load, long ago
+            self._bytes, self._elapsed_s, self._sampled = 0, 0.0, now
         if full and self._last is not None:
             self._bytes += size_bytes
             self._elapsed_s += max(0.0, now - self._last)
         self._last = now if full else None
         if self._elapsed_s >= _SAMPLE_S:
             self._sample(self._bytes / self._elapsed_s, now)
-            self._bytes, self._elapsed_s = 0, 0.0
+            self._bytes, self._elapsed_s, self._sampled = 0, 0.0, now
 
     def set(self, bytes_per_s: float, now: float) -> None:
         """A rate that somebody else measured."""

@@ -55,6 +55,16 @@ def test_the_idle_time_between_loads_does_not_count() -> None:
     assert meter.rate(200.1) == pytest.approx(1e9, rel=0.05)
 
 
+def test_what_was_left_of_a_fast_load_does_not_hide_a_slow_store() -> None:
+    meter = RateMeter()
+    meter.note(1_000_000, 0.0, full=True)
+    meter.note(1_000_000, 0.001, full=True)  # too short to say anything
+    meter.note(1_000_000, 0.002, full=False)
+    for i in range(4):
+        meter.note(1_000_000, 60.0 + i, full=True)
+    assert meter.rate(63.0) == pytest.approx(1e6)
+
+
 def test_a_slow_moment_is_forgotten() -> None:
     meter = RateMeter()
     meter.set(1e6, 0.0)
