@@ -27,7 +27,7 @@ from dualpath_storage import (
 )
 from dualpath_storage.geometry import align_up
 from dualpath_storage.memory import aligned
-from dualpath_storage.space import geometry_directories
+from dualpath_storage.paths import geometry_directories
 
 _BATCH_BYTES = 32 << 20
 _ATTEMPTS = 3

@@ -13,7 +13,7 @@ from dualpath_sglang.index import Freed, Index
 from dualpath_sglang.stats import Counters
 from dualpath_storage import Geometry, Space
 from dualpath_storage.backends import Backend
-from dualpath_storage.space import segment_number, segment_path
+from dualpath_storage.paths import segment_number, segment_path
 
 logger = logging.getLogger(__name__)
 

@@ -7,15 +7,12 @@ became of each. When the index cannot answer, everything misses until it can aga
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from dualpath_sglang.evictor import Evictor
 from dualpath_sglang.index import Index, IndexUnavailableError
@@ -23,6 +20,7 @@ from dualpath_sglang.index.keeper import IndexKeeper
 from dualpath_sglang.index.recovery import open_index
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.promises import Promises
+from dualpath_sglang.reader import ReadBatch, Reader
 from dualpath_sglang.stats import CacheStats, Counters
 from dualpath_sglang.writer import Writer, WriteResult
 from dualpath_storage import (
@@ -30,15 +28,13 @@ from dualpath_storage import (
     Geometry,
     Pieces,
     Placement,
-    ReadItem,
     ReadStatus,
-    Slot,
     Space,
     StoreError,
     StoreOptions,
 )
 from dualpath_storage.backends import Backend, PosixBackend
-from dualpath_storage.space import GEOMETRY_FILE, geometry_directories
+from dualpath_storage.paths import geometries, on_read_only_mount
 from dualpath_storage.workers import Workers
 
 __all__ = ["KVCache", "WriteResult"]
@@ -49,19 +45,6 @@ _OPEN_TIMEOUT_S = 120.0
 _ADOPT_TIMEOUT_S = 60.0
 _UPKEEP_EVERY_S = 1.0
 _MAX_TOUCHES = 4096
-
-
-def _on_read_only_mount(path: Path) -> bool:
-    existing = next((p for p in (path, *path.parents) if p.exists()), None)
-    if existing is None:
-        return False
-    if os.statvfs(existing).f_flag & os.ST_RDONLY:
-        return True
-    try:  # after an error of its device, a mount may only refuse to write
-        os.close(os.open(existing, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC))
-    except OSError as error:
-        return error.errno == errno.EROFS
-    return False
 
 
 def _deadline(timeout_s: float | None, default_s: float) -> float:
@@ -83,7 +66,7 @@ class KVCache:
         self.options = options
         self.root = options.root
         try:
-            if not options.read_only and _on_read_only_mount(self.root):
+            if not options.read_only and on_read_only_mount(self.root):
                 logger.warning(
                     "%s cannot be written: its blocks are read, none is stored", self.root
                 )
@@ -110,6 +93,7 @@ class KVCache:
             self._counters,
             self._promises.held,
         )
+        self._reader = Reader(options, self._counters)
         self._touches: list[tuple[bytes, tuple[bytes, ...]]] = []
         self._writer = Writer(self._evictor, durable=options.durability == "fdatasync")
         self._has_written = False
@@ -173,18 +157,7 @@ class KVCache:
 
     def geometries(self) -> list[Geometry]:
         """Every geometry under the root. One that cannot be read is left out, with a warning."""
-        found = []
-        for directory in geometry_directories(self.root):
-            try:
-                geometry = Geometry.from_json((directory / GEOMETRY_FILE).read_text())
-            except (OSError, ValueError, StoreError) as error:  # ValueError: not even text
-                logger.warning("%s is left out: %s", directory, error)
-                continue
-            if geometry.id == directory.name:
-                found.append(geometry)
-            else:
-                logger.warning("%s is left out: its geometry belongs to another place", directory)
-        return found
+        return geometries(self.root)
 
     @property
     def index(self) -> Index:
@@ -293,26 +266,15 @@ class KVCache:
         """
         assert len(keys) == len(pieces)
         deadline = _deadline(timeout_s, self.options.read_timeout_s)
-        statuses = [ReadStatus.ABSENT] * len(keys)
-        answered = False
+        batch = ReadBatch(keys, pieces, deadline, layers)
         with self._index_or_none() as index:
-            wanted = list(range(len(keys)))
-            # A block may move between the lookup and the read; a second look finds it.
-            while index is not None and wanted:
-                places = index.lookup(pool.geometry, [keys[i] for i in wanted])
-                found = {i: p for i, p in zip(wanted, places, strict=True) if p is not None}
-                items = [ReadItem(keys[i], p, pieces[i]) for i, p in found.items()]
-                for i, status in zip(found, pool.store.read(items, deadline, layers), strict=True):
-                    statuses[i] = status
-                self._remove_damaged(pool, index, keys, found, statuses)
-                moved = [i for i in found if statuses[i] is ReadStatus.GENERATION]
-                wanted = [] if answered else moved
-                answered = True
-        if not answered:
+            if index is not None:
+                self._reader.read(pool, index, batch)
+        if not batch.answered:
             self._counters.miss("index", len(keys))
             return [False] * len(keys)
-        self._counters.reads(statuses)
-        good = [status is ReadStatus.OK for status in statuses]
+        self._counters.reads(batch.statuses)
+        good = [status is ReadStatus.OK for status in batch.statuses]
         self.touch(pool, [key for key, ok in zip(keys, good, strict=True) if ok])
         return good
 
@@ -335,53 +297,8 @@ class KVCache:
         if found:
             with self._index_or_none() as index:
                 if index is not None:
-                    self._remove_damaged(pool, index, [r[0] for r in reads], found, statuses)
-
-    def _remove_damaged(
-        self,
-        pool: Pool,
-        index: Index,
-        keys: Sequence[bytes],
-        found: dict[int, Placement],
-        statuses: list[ReadStatus],
-    ) -> None:
-        """Take damaged blocks out; one that was evicted while it was read is only moved."""
-        bad = [i for i in found if statuses[i].damaged]
-        if not bad or self.options.read_only:
-            return
-        try:
-            freed = index.remove(
-                pool.geometry,
-                [(keys[i], found[i].generation) for i in bad],
-                self.options.lookup_timeout_s,
-            )
-            # A slot that the device cannot read is not used again.
-            broken = {
-                Slot(found[i].segment, found[i].slot)
-                for i in bad
-                if statuses[i] is ReadStatus.IO_ERROR
-            }
-            index.forget_freed(
-                [row for row in freed if row.slot in broken], self.options.lookup_timeout_s
-            )
-        except IndexUnavailableError as error:
-            logger.warning("Damaged blocks stay in the index for now: %s", error)
-            return
-        pool.take_back([row for row in freed if row.slot not in broken])
-        self._counters.add("repaired_blocks", len(freed))
-        taken_out = {row.slot for row in freed}
-        for i in bad:
-            if Slot(found[i].segment, found[i].slot) not in taken_out:
-                statuses[i] = ReadStatus.GENERATION
-        damaged = [i for i in bad if statuses[i] is not ReadStatus.GENERATION]
-        if damaged:
-            logger.warning(
-                "%d damaged blocks in %s, first %s: %s",
-                len(damaged),
-                pool.store.directory,
-                keys[damaged[0]].hex(),
-                statuses[damaged[0]].value,
-            )
+                    keys = [key for key, _, _ in reads]
+                    self._reader.remove_damaged(pool, index, keys, found, statuses)
 
     # -- writing ----------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -27,7 +26,7 @@ import torch
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from dualpath_sglang import device_pools, linker_hooks
-from dualpath_sglang.admission import Decision, PageCost, admit
+from dualpath_sglang.admission import PageCost, admit
 from dualpath_sglang.config import DualPathConfig
 from dualpath_sglang.device_pages import TensorPages
 from dualpath_sglang.geometries import KV, is_sharded, pool_geometry
@@ -40,6 +39,7 @@ from dualpath_sglang.lookups import Need, PrefixLookups
 from dualpath_sglang.metrics import Metrics
 from dualpath_sglang.offloads import STAGING_BYTES, OffloadPart, Offloads
 from dualpath_sglang.pool import Pool
+from dualpath_sglang.request_ledger import RequestLedger
 from dualpath_sglang.scrubber import Scrubber
 from dualpath_sglang.served_model import served_model
 from dualpath_sglang.served_rank import this_rank
@@ -60,7 +60,6 @@ _SLACK_S = 1.0
 _HEADROOM = 0.8
 """Share of the longest load that a hit may be predicted to take."""
 _DRAIN_S = 30.0
-_REMEMBERED_FAILURES = 4096
 _UNUSABLE = LoadResult(Outcome.ERROR, "unusable")
 
 
@@ -175,8 +174,7 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         self._pending: dict[str, LoadRequest | None] = {}
         self._pending_bytes = 0
         self._loads: dict[int, tuple[Load | None, Sequence[str]]] = {}
-        self._failures: OrderedDict[str, int] = OrderedDict()
-        self._decided: OrderedDict[str, Decision] = OrderedDict()
+        self._ledger = RequestLedger(self._metrics, self._stored[KV].geometry.page_tokens)
         self.unanswered = False
         """Whether the last lookup has no answer yet, so that its request should wait."""
         self.decoding = False
@@ -192,7 +190,7 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         begin = time.monotonic()
         self.unanswered = False
         keys = next(t.keys for t in transfers if str(t.name) == KV)
-        if self._suspended or self._barred(rid):
+        if self._suspended or self._ledger.barred(rid):
             return []
         windows = {str(t.name): length(t.keys) for t in transfers if str(t.name) != KV}
         found = self._lookups.restorable(rid, keys, windows)
@@ -201,7 +199,7 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         if found is None:
             return []
         kept, decision = admit(found, self._cost(windows), self._affordable_bytes())
-        self._note_decision(rid, decision, len(keys), found, kept)
+        self._ledger.decided(rid, decision, len(keys), found, kept)
         return kept
 
     def begin_pass(self, *, decoding: bool) -> None:
@@ -229,26 +227,6 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
             budget_s = min(budget_s, self._config.stall_budget_s)
         affordable = self._streamer.forecast().affordable_bytes(budget_s)
         return None if affordable is None else affordable - self._pending_bytes
-
-    def _note_decision(
-        self, rid: str, decision: Decision, asked: int, found: Sequence[int], kept: Sequence[int]
-    ) -> None:
-        """Count a request once, however often it is asked about."""
-        if self._decided.get(rid) is decision:
-            return
-        first = rid not in self._decided
-        self._decided[rid] = decision
-        self._decided.move_to_end(rid)
-        if len(self._decided) > _REMEMBERED_FAILURES:
-            self._decided.popitem(last=False)
-        tokens = self._stored[KV].geometry.page_tokens
-        longest, loaded = (found[-1] if found else 0), (kept[-1] if kept else 0)
-        if found:
-            self._metrics.count("admissions", decision=decision.value)
-            self._metrics.count("miss_tokens", (longest - loaded) * tokens, reason="budget")
-        if first:
-            self._metrics.count("hit_tokens", longest * tokens)
-            self._metrics.count("miss_tokens", (asked - longest) * tokens, reason="absent")
 
     # -- loading ----------------------------------------------------------------------------
 
@@ -350,14 +328,13 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
             result = results.get(rid, _UNUSABLE)
             if not in_time and result.ok:
                 result = LoadResult(Outcome.TIMEOUT, "layer")
-            self._metrics.count("loads", outcome=result.outcome.value)
-            self._metrics.observe("load_seconds", result.seconds)
+            self._ledger.ended(rid, result)
             if result.ok:
-                self._failures.pop(rid, None)
                 self._lookups.forget(rid)
             else:
                 bad[rid] = result
-                self._note_failed(rid, result)
+                self._lookups.doubt(rid)
+                self._cache.release(rid)
         for request in () if load is None else load.requests:
             if request.rid in bad and bad[request.rid].outcome is Outcome.MISS:
                 for part in request.pools:
@@ -367,23 +344,6 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
     def forget(self, rid: str) -> None:
         """A request ended without a load."""
         self._lookups.forget(rid)
-
-    def _note_failed(self, rid: str, result: LoadResult) -> None:
-        """A block that is gone shortens the next hit; anything else, or a second time, ends it."""
-        gone = result.outcome is Outcome.MISS
-        self._failures[rid] = self._failures.get(rid, 0) + (1 if gone else 2)
-        self._failures.move_to_end(rid)
-        if len(self._failures) > _REMEMBERED_FAILURES:
-            self._failures.popitem(last=False)
-        self._lookups.doubt(rid)
-        self._cache.release(rid)
-        reason = result.reason or result.outcome.value
-        tokens = self._stored[KV].geometry.page_tokens
-        self._metrics.count("miss_tokens", result.blocks * tokens, reason=reason)
-        self._metrics.count("recomputes", reason=reason)
-
-    def _barred(self, rid: str) -> bool:
-        return self._failures.get(rid, 0) >= 2
 
     # -- storing ----------------------------------------------------------------------------
 
@@ -450,8 +410,7 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
             logger.warning("The store does not keep up: some pages are not stored")
         self._offloads.abandon()
         self._lookups.clear()
-        self._failures.clear()
-        self._decided.clear()
+        self._ledger.clear()
 
     @never_raises(lambda *_, **__: None)
     def close(self) -> None:

@@ -21,15 +21,15 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
+from dualpath_sglang.bounded import MAX_REQUESTS, remember
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.pool import Pool
 from dualpath_storage import key_bytes
 
 logger = logging.getLogger(__name__)
 
-MAX_REQUESTS = 4096
 MAX_PAGES = 1 << 16
 MAX_MISSING = 1 << 13
 REQUEST_S = 10.0
@@ -39,8 +39,6 @@ PROMISE_S = 60.0
 PATIENCE_S = 1.0
 STUCK_S = 1.0
 _SLICE = 256
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +148,7 @@ class PrefixLookups:
         answer = self._ask(rid, chain, keys, windows, now)
         if answer is None:
             return None
-        _remember(self._answers, rid, answer)
+        remember(self._answers, rid, answer)
         if answer.lengths:
             last = key_bytes(keys[answer.lengths[-1] - 1])
             self._cache.promise(rid, self._every[0], last, PROMISE_S)
@@ -173,7 +171,7 @@ class PrefixLookups:
             if not self._submit(job):
                 self.sources["none"] += 1
                 return _Answer(chain, (), now + MISSING_S, self._writes)
-            _remember(self._asked, rid, job)
+            remember(self._asked, rid, job)
         if not self._done_in_time(job):
             if now - job.began < PATIENCE_S:
                 return None
@@ -303,13 +301,6 @@ class PrefixLookups:
             there = self._present([pool], job.keys[: job.run])
             good = [a and b for a, b in zip(good, windows_of(there, need), strict=True)]
         return [i + 1 for i, ok in enumerate(good) if ok]
-
-
-def _remember(memory: OrderedDict[str, _T], rid: str, value: _T) -> None:
-    memory[rid] = value
-    memory.move_to_end(rid)
-    if len(memory) > MAX_REQUESTS:
-        memory.popitem(last=False)
 
 
 def windows_of(present: Sequence[bool], length: int) -> list[bool]:

@@ -30,7 +30,7 @@ from typing import Any
 from dualpath_sglang.kvcache import KVCache
 from dualpath_storage import NO_PARENT, StoreOptions
 from dualpath_storage.header import HEADER_BYTES
-from dualpath_storage.space import segment_path
+from dualpath_storage.paths import segment_path
 from examples.agent_session import Endpoint, Session, Turn, Workload, row, totals
 from examples.agent_session import heading as session_heading
 from examples.serving import CPU_ENVIRONMENT, CPU_FLAGS, Server, ServerError

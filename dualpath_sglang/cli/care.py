@@ -34,7 +34,7 @@ from dualpath_sglang.cli.shared import (
 from dualpath_sglang.index.recovery import rebuild
 from dualpath_sglang.kvcache import KVCache
 from dualpath_storage import Geometry, StoreError
-from dualpath_storage.space import file_lock
+from dualpath_storage.locks import file_lock
 
 _OPEN_LOCK_S = 60.0
 

@@ -25,7 +25,7 @@ from dualpath_sglang.index import IndexUnavailableError
 from dualpath_sglang.index.recovery import INDEX_FILE
 from dualpath_sglang.kvcache import KVCache
 from dualpath_storage import StoreError
-from dualpath_storage.space import geometry_directories
+from dualpath_storage.paths import geometry_directories
 
 EXIT_DAMAGE = 1
 EXIT_UNABLE = 2

@@ -34,7 +34,7 @@ from dualpath_sglang.index.recovery import INDEX_FILE
 from dualpath_sglang.kvcache import KVCache
 from dualpath_storage import NO_PARENT, BlockStore, Geometry
 from dualpath_storage.owners import owners
-from dualpath_storage.space import segment_path, segment_paths
+from dualpath_storage.paths import segment_path, segment_paths
 
 _SHOWN_KEYS = 10
 

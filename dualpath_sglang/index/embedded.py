@@ -1,18 +1,6 @@
 """The index as one LMDB file beside the store: many processes, one machine, no server.
 
-| table | key | value |
-|---|---|---|
-| ``blocks`` | unit (8), key (32), geometry id (16) | segment u32, slot u32, generation u64 |
-| ``units`` | unit, key | last use in us u64, parent (32) |
-| ``lru`` | last use u64 big-endian, unit, key | - |
-| ``children`` | unit, parent (32), child (32) | - |
-| ``freed`` | geometry id, segment u32 BE, slot u32 BE | generation u64 |
-| ``meta`` | name | format version, boot id, whether it was closed cleanly |
-| ``meta`` | ``wanted``, geometry id, segment u32 BE, 0 u32 | - |
-
-``lru`` holds the leaves alone, those units of which no child is present, in order of use: what
-goes first is its first row. A unit enters it when its last child goes, as recently used as that
-child was. ``children`` repeats the parents of ``units``.
+What its rows are is said in :mod:`dualpath_sglang.index.rows`.
 
 A reader sees one snapshot. Writers take turns by a file lock with a deadline, which the kernel
 releases when its holder dies, so that LMDB's own lock, which has no deadline, is never waited for.
@@ -23,11 +11,9 @@ boot id, not closed cleanly) the file is thrown away and rebuilt from the store.
 from __future__ import annotations
 
 import contextlib
-import struct
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
 
 import lmdb
 
@@ -39,22 +25,26 @@ from dualpath_sglang.index.base import (
     Record,
 )
 from dualpath_sglang.index.environment import Environment
+from dualpath_sglang.index.rows import (
+    BLOCK,
+    FORMAT,
+    FREED,
+    GENERATION,
+    LRU_NAME_BYTES,
+    TABLES,
+    TICK,
+    UNIT,
+    WANTED,
+    first_fault,
+    freed_row,
+    table_rows,
+)
 from dualpath_storage import NO_PARENT, Geometry, Placement, Slot
 
-FORMAT = b"1"
-TABLES = ("blocks", "units", "lru", "children", "freed", "meta")
-
-_BLOCK = struct.Struct("<IIQ")
-_UNIT = struct.Struct("<Q32s")
-_TICK = struct.Struct(">Q")
-_FREED = struct.Struct(">16sII")
-_GENERATION = struct.Struct("<Q")
 _BATCH = 4096  # rows changed in one transaction at the most
 _GUARD_EVERY = 1024  # rows read between two looks at the file
 _MIN_PASSES, _PASS_SHARE, _MAX_PASSES = 32, 8, 1024
 """Leaves that an eviction passes over for those it prefers: a share of all."""
-
-_WANTED = b"wanted"
 
 
 def boot_id() -> bytes:
@@ -133,7 +123,7 @@ class EmbeddedIndex:
     # -- reading ----------------------------------------------------------------------------
 
     def lookup(self, geometry: Geometry, keys: Sequence[bytes]) -> list[Placement | None]:
-        unit, suffix, unpack = geometry.unit, geometry.id_bytes, _BLOCK.unpack
+        unit, suffix, unpack = geometry.unit, geometry.id_bytes, BLOCK.unpack
         with self._env.read() as txn:
             rows = [txn.get(unit + key + suffix, db=self._blocks) for key in keys]
             return [None if row is None else Placement(*unpack(row)) for row in rows]
@@ -153,22 +143,22 @@ class EmbeddedIndex:
 
     def entries(self, geometry: Geometry | None = None) -> Iterator[Entry]:
         with self._env.read() as txn:
-            for i, (name, value) in enumerate(_rows(txn, self._blocks)):
+            for i, (name, value) in enumerate(table_rows(txn, self._blocks)):
                 if i % _GUARD_EVERY == 0:
                     self._env.guard()
                 unit, key, geometry_id = name[:8], name[8:40], name[40:]
                 if geometry is not None and geometry_id != geometry.id_bytes:
                     continue
-                used, parent = _UNIT.unpack(
-                    txn.get(unit + key, _UNIT.pack(0, NO_PARENT), db=self._units)
+                used, parent = UNIT.unpack(
+                    txn.get(unit + key, UNIT.pack(0, NO_PARENT), db=self._units)
                 )
-                placement = Placement(*_BLOCK.unpack(value))
+                placement = Placement(*BLOCK.unpack(value))
                 yield Entry(unit, key, geometry_id, placement, used, parent)
 
     def counts(self) -> dict[bytes, int]:
         counts: dict[bytes, int] = {}
         with self._env.read() as txn:
-            for name, _ in _rows(txn, self._blocks):
+            for name, _ in table_rows(txn, self._blocks):
                 counts[name[40:]] = counts.get(name[40:], 0) + 1
         return counts
 
@@ -178,8 +168,8 @@ class EmbeddedIndex:
             if txn.stat(self._freed)["entries"] == 0:
                 return []
             for segment in segments:
-                prefix = _FREED.pack(geometry.id_bytes, segment, 0)[:20]
-                found += [_freed_row(*row) for row in _rows(txn, self._freed, prefix)]
+                prefix = FREED.pack(geometry.id_bytes, segment, 0)[:20]
+                found += [freed_row(*row) for row in table_rows(txn, self._freed, prefix)]
         return found
 
     # -- writing ----------------------------------------------------------------------------
@@ -195,7 +185,7 @@ class EmbeddedIndex:
             for i in reversed(range(len(records))):
                 record = records[i]
                 unit_key = geometry.unit + record.key
-                value = _BLOCK.pack(
+                value = BLOCK.pack(
                     record.placement.segment, record.placement.slot, record.placement.generation
                 )
                 new = txn.put(unit_key + suffix, value, overwrite=False, db=self._blocks)
@@ -203,7 +193,7 @@ class EmbeddedIndex:
                 self._use(txn, unit_key, now - i, record.parent)
                 if new:
                     txn.delete(
-                        _FREED.pack(suffix, record.placement.segment, record.placement.slot),
+                        FREED.pack(suffix, record.placement.segment, record.placement.slot),
                         db=self._freed,
                     )
         return results
@@ -218,7 +208,7 @@ class EmbeddedIndex:
     def _now(self, txn: lmdb.Transaction) -> int:
         """Microseconds, later than every use so far even when the clock was set back."""
         cursor = txn.cursor(self._lru)
-        newest = _TICK.unpack(cursor.key()[:8])[0] if cursor.last() else 0
+        newest = TICK.unpack(cursor.key()[:8])[0] if cursor.last() else 0
         return max(time.time_ns() // 1000, newest + 1)
 
     def _use(
@@ -227,23 +217,23 @@ class EmbeddedIndex:
         """Note that a unit was used at ``when`` (us), and its parent once that is known."""
         old = txn.get(unit_key, db=self._units)
         if old is not None:
-            before, known = _UNIT.unpack(old)
+            before, known = UNIT.unpack(old)
             when = max(when, before)
-            txn.delete(_TICK.pack(before) + unit_key, db=self._lru)
+            txn.delete(TICK.pack(before) + unit_key, db=self._lru)
             if known != NO_PARENT:
                 parent = known
-        txn.put(unit_key, _UNIT.pack(when, parent), db=self._units)
+        txn.put(unit_key, UNIT.pack(when, parent), db=self._units)
         if self._is_leaf(txn, unit_key):
-            txn.put(_TICK.pack(when) + unit_key, b"", db=self._lru)
+            txn.put(TICK.pack(when) + unit_key, b"", db=self._lru)
         if parent != NO_PARENT and (old is None or known == NO_PARENT):
             parent_key = unit_key[:8] + parent
             txn.put(parent_key + unit_key[8:], b"", db=self._children)
             row = txn.get(parent_key, db=self._units)
             if row is not None:
-                txn.delete(_TICK.pack(_UNIT.unpack(row)[0]) + parent_key, db=self._lru)
+                txn.delete(TICK.pack(UNIT.unpack(row)[0]) + parent_key, db=self._lru)
 
     def _is_leaf(self, txn: lmdb.Transaction, unit_key: bytes) -> bool:
-        return next(_rows(txn, self._children, unit_key), None) is None
+        return next(table_rows(txn, self._children, unit_key), None) is None
 
     def remove(
         self, geometry: Geometry, blocks: Sequence[tuple[bytes, int]], timeout_s: float
@@ -252,31 +242,31 @@ class EmbeddedIndex:
         with self._write(timeout_s) as txn:
             for key, generation in blocks:
                 row = txn.get(geometry.unit + key + geometry.id_bytes, db=self._blocks)
-                if row is not None and _BLOCK.unpack(row)[2] == generation:
+                if row is not None and BLOCK.unpack(row)[2] == generation:
                     freed.append(self._free(txn, geometry.unit + key + geometry.id_bytes, row))
                     self._forget_unit_if_empty(txn, geometry.unit + key)
         return freed
 
     def _free(self, txn: lmdb.Transaction, name: bytes, row: bytes | memoryview) -> Freed:
-        segment, slot, generation = _BLOCK.unpack(row)
+        segment, slot, generation = BLOCK.unpack(row)
         txn.delete(name, db=self._blocks)
         freed = Freed(name[40:], Slot(segment, slot), generation)
         txn.put(
-            _FREED.pack(freed.geometry_id, segment, slot),
-            _GENERATION.pack(generation),
+            FREED.pack(freed.geometry_id, segment, slot),
+            GENERATION.pack(generation),
             db=self._freed,
         )
         return freed
 
     def _forget_unit_if_empty(self, txn: lmdb.Transaction, unit_key: bytes) -> None:
-        if next(_rows(txn, self._blocks, unit_key), None) is not None:
+        if next(table_rows(txn, self._blocks, unit_key), None) is not None:
             return
         row = txn.get(unit_key, db=self._units)
         if row is None:
             return
-        used, parent = _UNIT.unpack(row)
+        used, parent = UNIT.unpack(row)
         txn.delete(unit_key, db=self._units)
-        txn.delete(_TICK.pack(used) + unit_key, db=self._lru)
+        txn.delete(TICK.pack(used) + unit_key, db=self._lru)
         if parent != NO_PARENT:
             parent_key = unit_key[:8] + parent
             txn.delete(parent_key + unit_key[8:], db=self._children)
@@ -334,14 +324,14 @@ class EmbeddedIndex:
         passes: int,
     ) -> tuple[bytes, int]:
         """The first leaf to go, not before ``at``, and how many may still be passed over."""
-        for name, _ in _rows(txn, self._lru, start=at):
-            if len(name) != 48:
+        for name, _ in table_rows(txn, self._lru, start=at):
+            if len(name) != LRU_NAME_BYTES:
                 raise IndexDamagedError(f"{self.path} has a malformed row")
             if name[8:] in stay:
                 continue
             if prefer is None or any(
-                (row[40:], _BLOCK.unpack(value)[0]) in prefer
-                for row, value in _rows(txn, self._blocks, name[8:])
+                (row[40:], BLOCK.unpack(value)[0]) in prefer
+                for row, value in table_rows(txn, self._blocks, name[8:])
             ):
                 return name, passes
             passes -= 1
@@ -350,7 +340,7 @@ class EmbeddedIndex:
         return b"", passes
 
     def _free_unit(self, txn: lmdb.Transaction, unit_key: bytes) -> list[Freed]:
-        rows = list(_rows(txn, self._blocks, unit_key))
+        rows = list(table_rows(txn, self._blocks, unit_key))
         freed = [self._free(txn, name, value) for name, value in rows]
         self._forget_unit_if_empty(txn, unit_key)
         return freed
@@ -371,19 +361,20 @@ class EmbeddedIndex:
         with self._write(timeout_s) as txn:
             known = set(doomed)
             for unit_key in doomed:  # grows as it goes: their descendants too
-                children = {n[:8] + n[40:] for n, _ in _rows(txn, self._children, unit_key)}
+                children = {n[:8] + n[40:] for n, _ in table_rows(txn, self._children, unit_key)}
                 doomed += children - known
                 known |= children
             if any(unit_key in promised for unit_key in doomed):
                 return []
-            txn.put(_WANTED + _FREED.pack(geometry_id, segment, 0), b"", db=self._meta)
+            txn.put(WANTED + FREED.pack(geometry_id, segment, 0), b"", db=self._meta)
             return [row for unit_key in reversed(doomed) for row in self._free_unit(txn, unit_key)]
 
     def wanted(self, geometry: Geometry) -> list[int]:
-        prefix = _WANTED + geometry.id_bytes
+        prefix = WANTED + geometry.id_bytes
         with self._env.read() as txn:
             return [
-                _FREED.unpack(name[len(_WANTED) :])[1] for name, _ in _rows(txn, self._meta, prefix)
+                FREED.unpack(name[len(WANTED) :])[1]
+                for name, _ in table_rows(txn, self._meta, prefix)
             ]
 
     def forget_segments(
@@ -391,9 +382,9 @@ class EmbeddedIndex:
     ) -> None:
         with self._write(timeout_s) as txn:
             for segment in segments:
-                first = _FREED.pack(geometry_id, segment, 0)
-                txn.delete(_WANTED + first, db=self._meta)
-                for name in [name for name, _ in _rows(txn, self._freed, first[:20])]:
+                first = FREED.pack(geometry_id, segment, 0)
+                txn.delete(WANTED + first, db=self._meta)
+                for name in [name for name, _ in table_rows(txn, self._freed, first[:20])]:
                     txn.delete(name, db=self._freed)
 
     def chain_segments(self, unit: bytes, key: bytes) -> set[tuple[bytes, int]]:
@@ -402,11 +393,11 @@ class EmbeddedIndex:
         with self._env.read() as txn:
             while key not in seen:
                 seen.add(key)
-                for name, value in _rows(txn, self._blocks, unit + key):
-                    found.add((name[40:], _BLOCK.unpack(value)[0]))
+                for name, value in table_rows(txn, self._blocks, unit + key):
+                    found.add((name[40:], BLOCK.unpack(value)[0]))
                 row = txn.get(unit + key, db=self._units)
                 if row is not None:
-                    key = _UNIT.unpack(row)[1]
+                    key = UNIT.unpack(row)[1]
         return found
 
     def segment_uses(self) -> dict[tuple[bytes, int], int]:
@@ -421,8 +412,8 @@ class EmbeddedIndex:
             return
         with self._write(timeout_s) as txn:
             for row in freed:
-                name = _FREED.pack(row.geometry_id, row.slot.segment, row.slot.slot)
-                if txn.get(name, db=self._freed) == _GENERATION.pack(row.generation):
+                name = FREED.pack(row.geometry_id, row.slot.segment, row.slot.slot)
+                if txn.get(name, db=self._freed) == GENERATION.pack(row.generation):
                     txn.delete(name, db=self._freed)
 
     def drop_segments(
@@ -443,7 +434,7 @@ class EmbeddedIndex:
                 for entry in entries[first : first + _BATCH]:
                     name = entry.unit + entry.key + entry.geometry_id
                     row = txn.get(name, db=self._blocks)
-                    if row is not None and _BLOCK.unpack(row)[2] == entry.placement.generation:
+                    if row is not None and BLOCK.unpack(row)[2] == entry.placement.generation:
                         freed.append(self._free(txn, name, row))
                         self._forget_unit_if_empty(txn, entry.unit + entry.key)
         return freed
@@ -461,31 +452,9 @@ class EmbeddedIndex:
         """
         self._env.copy_structure()
         with self._env.read() as txn:
-            for name, value in _rows(txn, self._blocks):
-                self._require(len(name) == 56 and len(value) == _BLOCK.size, "malformed block row")
-                unit = txn.get(name[:40], db=self._units)
-                self._require(unit is not None, "block without its unit")
-            leaves = 0
-            for name, value in _rows(txn, self._units):
-                self._require(len(name) == 40, "malformed unit row")
-                used = _TICK.pack(_UNIT.unpack(value)[0])
-                listed = txn.get(used + name, db=self._lru) is not None
-                self._require(listed == self._is_leaf(txn, name), "wrong order of use")
-                leaves += listed
-            listed_leaves = sum(1 for _ in _rows(txn, self._lru))
-            self._require(leaves == listed_leaves, "stray row in the order of use")
-            for name, _ in _rows(txn, self._children):
-                self._require(len(name) == 72, "malformed child row")
-                child = txn.get(name[:8] + name[40:], db=self._units)
-                self._require(
-                    child is not None and _UNIT.unpack(child)[1] == name[8:40], "stray child row"
-                )
-            for name, value in _rows(txn, self._freed):
-                _freed_row(name, value)
-
-    def _require(self, condition: bool, what: str) -> None:
-        if not condition:
-            raise IndexDamagedError(f"{self.path} has a {what}")
+            fault = first_fault(txn, self._env.tables)
+        if fault is not None:
+            raise IndexDamagedError(f"{self.path} has a {fault}")
 
     def close(self) -> None:
         if not self._read_only:
@@ -494,20 +463,3 @@ class EmbeddedIndex:
                     txn.put(b"clean", b"1", db=self._meta)
                 self._env.sync()
         self._env.release()
-
-
-def _rows(
-    txn: lmdb.Transaction, table: lmdb._Database, prefix: bytes = b"", start: bytes = b""
-) -> Iterator[tuple[bytes, bytes]]:
-    """Rows in order of their keys, those that begin with ``prefix``, from ``start`` on."""
-    cursor = txn.cursor(table)
-    if cursor.set_range(max(prefix, start)):
-        for name, value in cast("Iterator[tuple[bytes, bytes]]", iter(cursor)):
-            if not name.startswith(prefix):
-                return
-            yield name, value
-
-
-def _freed_row(name: bytes, value: bytes) -> Freed:
-    geometry_id, segment, slot = _FREED.unpack(name)
-    return Freed(geometry_id, Slot(segment, slot), _GENERATION.unpack(value)[0])

@@ -28,7 +28,7 @@ from typing import ClassVar
 import lmdb
 
 from dualpath_sglang.index.base import IndexDamagedError, IndexUnavailableError
-from dualpath_storage.space import acquire
+from dualpath_storage.locks import acquire
 
 _MAP_BYTES = 64 << 30  # address space, not disk: the file grows as it is written
 _MIN_BYTES = 2 * 4096  # two meta pages

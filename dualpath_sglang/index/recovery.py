@@ -12,7 +12,7 @@ from dualpath_sglang.index.base import IndexDamagedError, IndexUnavailableError,
 from dualpath_sglang.index.check import sound
 from dualpath_sglang.index.embedded import EmbeddedIndex
 from dualpath_storage import BlockStore, Header, Placement, Slot
-from dualpath_storage.space import file_lock
+from dualpath_storage.locks import file_lock
 
 logger = logging.getLogger(__name__)
 

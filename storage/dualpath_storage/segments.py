@@ -23,14 +23,9 @@ from pathlib import Path
 from dualpath_storage.backends import Backend, SegmentFile
 from dualpath_storage.geometry import Geometry
 from dualpath_storage.notices import Notices
+from dualpath_storage.paths import GEOMETRY_FILE, segment_number, segment_path, segment_paths
 from dualpath_storage.slots import SlotTable
-from dualpath_storage.space import (
-    GEOMETRY_FILE,
-    Space,
-    segment_number,
-    segment_path,
-    segment_paths,
-)
+from dualpath_storage.space import Space
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +45,7 @@ class Segments:
     def __init__(self, directory: Path, geometry: Geometry, backend: Backend, space: Space) -> None:
         self.directory = directory
         self.slots = SlotTable()
-        self._geometry = geometry
+        self.geometry = geometry
         self._backend = backend
         self._space = space
         self._own: dict[int, SegmentFile] = {}
@@ -67,7 +62,7 @@ class Segments:
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / GEOMETRY_FILE
-        text = self._geometry.to_json()
+        text = self.geometry.to_json()
         if not path.exists() or path.read_text(errors="replace") != text:
             temporary = path.with_suffix(f".{secrets.token_hex(4)}")
             temporary.write_text(text)
@@ -76,7 +71,7 @@ class Segments:
     def add(self, timeout_s: float) -> bool:
         """Create one more segment if capacity and file system allow it; says whether it did."""
         try:
-            size = self._space.segment_bytes(self._geometry)
+            size = self._space.segment_bytes(self.geometry)
             with self._space.reserved(timeout_s) as held:
                 if not held or not self._space.fits(size):
                     return False
@@ -125,7 +120,7 @@ class Segments:
 
     def own(self, number: int, taken: dict[int, int], dirty: Iterable[int] = ()) -> None:
         """Begin to use the slots of a locked segment, see :meth:`SlotTable.add`."""
-        slots = self._own[number].size_bytes // self._geometry.slot_bytes
+        slots = self._own[number].size_bytes // self.geometry.slot_bytes
         self.slots.add(number, slots, taken, dirty)
 
     def drop(self, number: int, *, unlink: bool) -> None:
@@ -199,7 +194,7 @@ class Segments:
     def slot_count(self, number: int) -> int:
         """Slots in a segment, 0 when it cannot be opened."""
         try:
-            return self.get(number).size_bytes // self._geometry.slot_bytes
+            return self.get(number).size_bytes // self.geometry.slot_bytes
         except OSError:
             return 0
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from dualpath_storage.geometry import Geometry, align_up
+from dualpath_storage.locks import file_lock
 from dualpath_storage.options import MIB, StoreOptions
+from dualpath_storage.paths import every_segment
 
 logger = logging.getLogger(__name__)
 
-SEGMENT_PREFIX = "seg-"
-GEOMETRY_FILE = "geometry.json"
 _SEGMENT_BYTES = 256 * MIB
 _MAX_SEGMENTS = 1024
 """All segments stay open: a large store gets larger segments, not more of them."""
@@ -48,7 +46,7 @@ class Space:
     def segments(self) -> Iterator[tuple[Path, int]]:
         """Every segment file under the root, with its size in bytes."""
         # Also those whose geometry nobody can read: they take room all the same.
-        for path in _glob(self.root, f"*/{SEGMENT_PREFIX}*"):
+        for path in every_segment(self.root):
             with contextlib.suppress(OSError):
                 yield path, path.stat().st_size
 
@@ -103,63 +101,3 @@ class Space:
         """
         with file_lock(self.root / ".allocate", timeout_s) as held:
             yield held
-
-
-@contextlib.contextmanager
-def file_lock(path: Path, timeout_s: float) -> Iterator[bool]:
-    """Exclusive advisory lock on a file, released by the kernel when its holder dies.
-
-    Yields:
-        False when it was not to be had within ``timeout_s`` seconds.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        yield acquire(fd, timeout_s)
-    finally:
-        os.close(fd)
-
-
-def acquire(fd: int, timeout_s: float) -> bool:
-    """Take the exclusive lock of an open file within ``timeout_s`` seconds."""
-    end = time.monotonic() + timeout_s
-    pause = 0.0002
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() + pause > end:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
-
-
-def geometry_directories(root: Path) -> list[Path]:
-    """The directories of a root that hold a geometry."""
-    return [path.parent for path in _glob(root, f"*/{GEOMETRY_FILE}")]
-
-
-def segment_paths(directory: Path) -> list[Path]:
-    """The segment files of a geometry's directory."""
-    return _glob(directory, f"{SEGMENT_PREFIX}*")
-
-
-def _glob(directory: Path, pattern: str) -> list[Path]:
-    try:
-        return sorted(directory.glob(pattern))
-    except OSError:  # removed meanwhile
-        return []
-
-
-def segment_path(directory: Path, number: int) -> Path:
-    """Where segment ``number`` lies."""
-    return directory / f"{SEGMENT_PREFIX}{number:08x}"
-
-
-def segment_number(path: Path) -> int | None:
-    """The number in a segment's name, or None when it is no such name."""
-    try:
-        number = int(path.name.removeprefix(SEGMENT_PREFIX), 16)
-    except ValueError:
-        return None
-    return number if path.name == f"{SEGMENT_PREFIX}{number:08x}" else None

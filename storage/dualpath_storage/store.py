@@ -29,6 +29,7 @@ from dualpath_storage.header import HEADER_BYTES, Header
 from dualpath_storage.memory import Arena, aligned
 from dualpath_storage.notices import Notices
 from dualpath_storage.ranges import RangeItem, RangeRead, RangeReader, RangeShape, check_header
+from dualpath_storage.scanner import Scanner
 from dualpath_storage.segments import Segments
 from dualpath_storage.slots import Slot
 from dualpath_storage.space import Space
@@ -38,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_BUFFERS = 1000  # the kernel takes 1024 a call
 _MIN_IO_BYTES = 512 << 10  # neighbours merge up to this size even when workers stay idle
-_SCAN_BATCH = 256
 
 _DEVICE_ERRORS = frozenset(
     (errno.EIO, errno.ENXIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.EREMOTEIO)
@@ -97,6 +97,7 @@ class BlockStore:
         self._pad_bytes = geometry.slot_bytes - HEADER_BYTES - geometry.block_bytes
         self._lock = threading.Lock()
         self._notices = Notices(logger)
+        self._scanner = Scanner(self.files, readers, self._notices)
         self._ranges = RangeReader(geometry, self.files.get, self._failed_read, max_io_bytes)
 
     def close(self) -> None:
@@ -387,45 +388,8 @@ class BlockStore:
             unread: takes the slots that could not be looked at.
             timeout_s: deadline of each batch of headers; what is late is left out.
         """
-        for number in self.files.numbers() if segments is None else segments:
-            wanted = list(range(self.files.slot_count(number)))
-            if skip is not None:
-                wanted = [slot for slot in wanted if not skip(number, slot)]
-            for first in range(0, len(wanted), _SCAN_BATCH):
-                batch = wanted[first : first + _SCAN_BATCH]
-                deadline = time.monotonic() + timeout_s
-                headers_by_slot = self._scan_batch(number, batch, deadline)
-                for slot in batch:
-                    if slot not in headers_by_slot and unread is not None:
-                        unread.append(Slot(number, slot))
-                    elif (header := headers_by_slot.get(slot)) is not None:
-                        yield Slot(number, slot), header
-
-    def _scan_batch(
-        self, number: int, wanted: Sequence[int], deadline: float
-    ) -> dict[int, Header | None]:
-        """Headers of this geometry by slot, None where there is none; unread slots are left out."""
-        found: dict[int, Header | None] = {}
-
-        def task(part: Sequence[int]) -> Task:
-            def read(arena: Arena) -> None:
-                page = arena.headers(HEADER_BYTES)[:HEADER_BYTES]
-                for slot in part:
-                    try:
-                        got = self.files.get(number).read([page], slot * self.geometry.slot_bytes)
-                    except OSError as error:
-                        self._notices.warn("Scanning %s failed: %s", self.directory, error)
-                        continue
-                    header = headers.decode(page) if got == HEADER_BYTES else None
-                    if header is not None and header.geometry_id != self.geometry.id_bytes:
-                        header = None
-                    found[slot] = header
-
-            return read
-
-        parts = [wanted[i : i + 32] for i in range(0, len(wanted), 32)]
-        self._readers.run([task(part) for part in parts], deadline)
-        return found
+        numbers = self.files.numbers() if segments is None else segments
+        return self._scanner.scan(numbers, skip=skip, unread=unread, timeout_s=timeout_s)
 
     # -- shared -----------------------------------------------------------------------------
 

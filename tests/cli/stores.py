@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from dualpath_sglang.cli import app
 from dualpath_sglang.kvcache import KVCache, WriteResult
 from dualpath_storage import Geometry, Placement, StoreOptions, key_bytes, pieces_of
-from dualpath_storage.space import segment_path
+from dualpath_storage.paths import segment_path
 
 PAGES = 12
 KV = Geometry("Tiny:0a1b", "w1", "kv", "float32", 16, 4, 5000, "mha", shard="tp0/2")

@@ -12,7 +12,7 @@ import pytest
 from dualpath_sglang.audit import Audit
 from dualpath_sglang.kvcache import KVCache, WriteResult
 from dualpath_storage import StoreOptions
-from dualpath_storage.space import segment_path
+from dualpath_storage.paths import segment_path
 from tests.cli.stores import (
     ALL,
     INDEXER,

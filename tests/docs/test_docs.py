@@ -11,7 +11,7 @@ import typer.main
 from dualpath_sglang.cli import app
 from dualpath_sglang.cli.shared import REASONS
 from dualpath_sglang.config import DualPathConfig
-from dualpath_sglang.index import embedded
+from dualpath_sglang.index import rows
 from dualpath_sglang.launch_args import PAGE_TOKENS
 from dualpath_sglang.plugin import KNOWN_VERSIONS
 from dualpath_storage import Geometry, ReadStatus, header
@@ -88,7 +88,7 @@ def test_numbers_that_are_told() -> None:
 
 def test_the_format_is_that_of_the_code() -> None:
     text = (REPOSITORY / "docs" / "format.md").read_text()
-    for name, module in (("header", header), ("index", embedded)):
+    for name, module in (("header", header), ("index", rows)):
         assert "\n".join(between(text, name)) in (module.__doc__ or "")
     fields = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     assert fields == list(Geometry.__dataclass_fields__)[:-2]

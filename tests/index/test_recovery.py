@@ -34,7 +34,7 @@ from dualpath_storage import (
     WriteItem,
 )
 from dualpath_storage.backends import PosixBackend
-from dualpath_storage.space import file_lock
+from dualpath_storage.locks import file_lock
 from dualpath_storage.workers import Workers
 from tests.index.records import FOREVER_S, INDEXER, KV
 from tests.support import blocks

@@ -11,6 +11,7 @@ from dualpath_sglang.index import Entry, IndexUnavailableError
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.pool import Pool
 from dualpath_storage import BlockStore, Slot
+from dualpath_storage.scanner import Scanner
 from tests.kvcache.caches import (
     DROPPED,
     FAILED,
@@ -209,7 +210,7 @@ def test_headers_that_cannot_be_read_at_adoption_are_not_trusted(
     cache = opened(**ROOM)
     cache.index.forget_freed(cache.index.clear(OF, 10), 10)
     with cache._maintaining, monkeypatch.context() as patch:
-        patch.setattr(BlockStore, "_scan_batch", lambda *_: {})
+        patch.setattr(Scanner, "_scan_batch", lambda *_: {})
         pool = cache.attach(OF)
     agree(cache, pool)
     assert rescan(cache, OF) == set()

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualpath_storage import Space, StoreError, StoreOptions
-from dualpath_storage.space import (
-    acquire,
-    file_lock,
+from dualpath_storage.locks import acquire, file_lock
+from dualpath_storage.paths import (
     geometry_directories,
     segment_number,
     segment_path,

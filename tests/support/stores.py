@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dualpath_sglang.index.embedded import EmbeddedIndex
 from dualpath_storage import Geometry
-from dualpath_storage.space import GEOMETRY_FILE, segment_path
+from dualpath_storage.paths import GEOMETRY_FILE, segment_path
 
 HEADER_BYTES = 4096
 
