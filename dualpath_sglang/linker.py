@@ -58,7 +58,7 @@ _SLACK = 4.0
 _SLACK_S = 1.0
 """A load is given up at this many times its predicted duration, and this much more."""
 _HEADROOM = 0.8
-"""Share of the longest load that a hit may be predicted to take."""
+"""Share of what a load may take that a hit may be predicted to take."""
 _DRAIN_S = 30.0
 _UNUSABLE = LoadResult(Outcome.ERROR, "unusable")
 
@@ -222,10 +222,10 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         return PageCost(every, once)
 
     def _affordable_bytes(self) -> int | None:
-        budget_s = self._config.load_timeout_s * _HEADROOM
+        budget_s = self._config.load_timeout_s
         if self.decoding:
             budget_s = min(budget_s, self._config.stall_budget_s)
-        affordable = self._streamer.forecast().affordable_bytes(budget_s)
+        affordable = self._streamer.forecast().affordable_bytes(_HEADROOM * budget_s)
         return None if affordable is None else affordable - self._pending_bytes
 
     # -- loading ----------------------------------------------------------------------------

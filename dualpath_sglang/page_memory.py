@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dualpath_storage.blocks import CopyingPieces
+from dualpath_storage.blocks import MIN_DIRECT_BYTES, CopyingPieces
+from dualpath_storage.geometry import PAGE_BYTES
+from dualpath_storage.memory import lies_in_huge_pages
 
 
 class _Extent(NamedTuple):
@@ -60,6 +62,9 @@ class PageMemory:
             self.extents.append(_Extent(views[base], begin, end, stride))
         self.layer_bytes = sum(e.end - e.begin for e in self.extents) // layers
         self.components = self._components(int(slices[0].shape[0]))
+        self.suits_direct_io = all(map(_suits_direct_io, self.extents)) and all(
+            lies_in_huge_pages(base, len(view)) for base, view in views.items()
+        )
 
     def pieces(self, page: int) -> PagePieces:
         """The pieces of a page."""
@@ -100,6 +105,10 @@ class PagePieces(CopyingPieces):
         self._extents = memory.extents
         self._page = page
 
+    @property
+    def suit_direct_io(self) -> bool:
+        return self._memory.suits_direct_io
+
     def __len__(self) -> int:
         return len(self._extents)
 
@@ -139,6 +148,12 @@ class PagePieces(CopyingPieces):
         memory = self._memory
         shape = (memory.layers, memory.layer_bytes)
         return np.ndarray(shape, np.uint8, buffer=block)
+
+
+def _suits_direct_io(extent: _Extent) -> bool:
+    address = ctypes.addressof(ctypes.c_char.from_buffer(extent.view)) + extent.begin
+    size = extent.end - extent.begin
+    return size >= MIN_DIRECT_BYTES and not (address | extent.stride | size) % PAGE_BYTES
 
 
 def memory_view(address: int, size: int) -> memoryview:

@@ -12,6 +12,8 @@ from typing import TypeAlias
 from dualpath_storage.geometry import Geometry
 
 KEY_BYTES = 32
+MIN_DIRECT_BYTES = 16 << 10
+"""A piece is a segment of the device's request, which takes some hundred of them."""
 NO_PARENT = bytes(KEY_BYTES)
 
 Pieces: TypeAlias = Sequence[memoryview]
@@ -21,6 +23,15 @@ layer, the pieces of a layer adding up to ``layer_bytes``. Writable when it is r
 
 class CopyingPieces(Sequence[memoryview]):
     """Pieces that may know a quicker way to be copied than one by one."""
+
+    @property
+    def suit_direct_io(self) -> bool:
+        """Whether a device can take them as they are, at least as quickly as copies of them.
+
+        So it is when each is aligned to a page, at least :data:`MIN_DIRECT_BYTES` long, and in
+        one piece of physical memory.
+        """
+        return False
 
     def copy_to(self, block: memoryview) -> None:
         """Put the pieces end to end at the beginning of ``block``."""

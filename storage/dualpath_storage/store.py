@@ -96,6 +96,7 @@ class BlockStore:
         self._min_blocks = max(1, _MIN_IO_BYTES // geometry.slot_bytes)
         self._pad_bytes = geometry.slot_bytes - HEADER_BYTES - geometry.block_bytes
         self._lock = threading.Lock()
+        self._refused = False
         self._notices = Notices(logger)
         self._scanner = Scanner(self.files, readers, self._notices)
         self._ranges = RangeReader(geometry, self.files.get, self._failed_read, max_io_bytes)
@@ -212,11 +213,16 @@ class BlockStore:
         offset = items[0].placement.slot * size
         if self._in_place(items[0].pieces):
             pages, blocks, buffers = self._buffers(arena, items)
-            got = file.read(buffers, offset)
-            return [
-                self._check(pages[i], item, blocks[i], got - i * size)
-                for i, item in enumerate(items)
-            ]
+            try:
+                got = file.read(buffers, offset)
+            except OSError as error:
+                if not self._refuses(error):
+                    raise
+            else:
+                return [
+                    self._check(pages[i], item, blocks[i], got - i * size)
+                    for i, item in enumerate(items)
+                ]
         area = arena.payload(len(items) * size)[: len(items) * size]
         got = file.read([area], offset)
         results = []
@@ -316,7 +322,11 @@ class BlockStore:
                 buffers[-1][:] = bytes(self._pad_bytes)  # the same memory pads every block
             for page, block, item in zip(pages, blocks, items, strict=True):
                 self._encode(page, block, item)
-            return file.write(buffers, offset) == len(items) * size
+            try:
+                return file.write(buffers, offset) == len(items) * size
+            except OSError as error:
+                if not self._refuses(error):
+                    raise
         area = arena.payload(len(items) * size)[: len(items) * size]
         for i, item in enumerate(items):
             slot = area[i * size : (i + 1) * size]
@@ -412,11 +422,23 @@ class BlockStore:
     def _in_place(self, pieces: Pieces) -> bool:
         """Whether the kernel is given the caller's memory itself.
 
-        Through the page cache, because it copies anyway. Direct I/O uses the workers' memory in
-        huge pages, and a copy: ordinary memory lies in scattered 4 KiB pages, each a segment of
-        its own to the device, which costs more than copying from memory that is in the cache.
+        Through the page cache, because it copies anyway, and where memory is as good as our own.
+        Otherwise direct I/O uses the workers' memory in huge pages, and a copy: ordinary memory
+        lies in scattered 4 KiB pages, each a segment of its own to the device, which costs more
+        than copying from memory that is in the cache.
         """
-        return self._alignment == 1 and len(pieces) + 2 <= _MAX_BUFFERS
+        if len(pieces) + 2 > _MAX_BUFFERS:
+            return False
+        return self._alignment == 1 or (
+            isinstance(pieces, CopyingPieces) and pieces.suit_direct_io and not self._refused
+        )
+
+    def _refuses(self, error: OSError) -> bool:
+        """Whether the system does not take the caller's memory for direct I/O; then never again."""
+        if self._alignment == 1 or error.errno not in (errno.EINVAL, errno.EFAULT):
+            return False
+        self._refused = True
+        return True
 
 
 def _write_error(error: OSError) -> WriteStatus:
