@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench.huge_pages import huge_pages
 from bench.measure import write_rows
 from bench.pages import Case, prepare_sglang
 
@@ -57,6 +58,9 @@ def main(
         Path | None,
         typer.Option("--dir", help="where the stores are put; default: in this repository"),
     ] = None,
+    huge: Annotated[
+        bool, typer.Option("--huge-pages/--no-huge-pages", help="for SGLang's host pool")
+    ] = True,
     scale: Annotated[int, typer.Option(min=1, help="divide the number of pages, to try out")] = 1,
 ) -> None:
     """Measure storage backends against the disk and memcpy, round by round."""
@@ -80,7 +84,12 @@ def main(
     root = directory or Path(__file__).resolve().parents[1]
     rows: list[Row] = []
     failed: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=root) as base:
+    pool_bytes = 2 * max(case.total_bytes for case in chosen) // scale if huge else 0
+    with (
+        tempfile.TemporaryDirectory(prefix=".bench-", dir=root) as base,
+        huge_pages(pool_bytes) as enough,
+    ):
+        console.print(f"the host pool lies in {'huge' if enough else 'small'} pages", style="dim")
         need = len(names) * max(16384 * 131072, 2 * 512 << 20) // scale
         stat = os.statvfs(base)
         if stat.f_bavail * stat.f_frsize < need:

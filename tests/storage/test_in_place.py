@@ -149,11 +149,6 @@ def test_the_system_tells_where_memory_lies() -> None:
         (8 << 10, True, False),
         (20_000, True, False),
     ],
-        (64 << 10, True, True),
-        (64 << 10, False, False),
-        (8 << 10, True, False),
-        (20_000, True, False),
-    ],
 )
 def test_a_pool_is_used_in_place_only_where_that_is_no_loss(
     layer_bytes: int, huge: bool, suits: bool, monkeypatch: pytest.MonkeyPatch
