@@ -1,8 +1,8 @@
 """The pages of a pool's own memory, cut into the pieces of Full Blocks only when asked for.
 
 A batch of small pages has thousands of pieces. Alive at the same time they would set off Python's
-garbage collector, which takes a tenth of a second in a process as large as SGLang's; and small
-pieces are copied, which is quicker for a page as a whole than piece by piece.
+garbage collector, which takes a tenth of a second in a process as large as SGLang's. What is copied
+goes many pages at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dualpath_storage.blocks import MIN_DIRECT_BYTES, CopyingPieces
+from dualpath_storage.blocks import MIN_DIRECT_BYTES, CopyingPieces, Pieces
 from dualpath_storage.geometry import PAGE_BYTES
 from dualpath_storage.memory import lies_in_huge_pages
 
@@ -31,11 +31,14 @@ class _Extent(NamedTuple):
 
 
 class _Component(NamedTuple):
-    """One component of all pages: ``[page, layer, bytes]``, bytes ``begin..end`` of each layer."""
+    """One component of all pages: ``[page, layer]``, at ``begin`` in each Layer Block.
 
-    array: npt.NDArray[np.uint8]
+    An element is all bytes of a layer's piece: few elements are copied without letting go of the
+    interpreter, which a busy thread of SGLang's gives back only after 5 ms.
+    """
+
+    array: npt.NDArray[np.void]
     begin: int
-    end: int
 
 
 class PageMemory:
@@ -84,13 +87,13 @@ class PageMemory:
             if len(steps) > 1 or len(alike) > 1:
                 return None
             array = np.ndarray(
-                (pages, self.layers, size),
-                np.uint8,
+                (pages, self.layers),
+                f"V{size}",
                 buffer=first.view,
                 offset=first.begin,
-                strides=(first.stride, max(steps, default=size), 1),
+                strides=(first.stride, max(steps, default=size)),
             )
-            components.append(_Component(array, begin, begin + size))
+            components.append(_Component(array, begin))
             begin += size
         return components
 
@@ -128,26 +131,40 @@ class PagePieces(CopyingPieces):
         view, begin, end, stride = self._extents[index]
         return view[begin + self._page * stride : end + self._page * stride]
 
-    def copy_to(self, block: memoryview) -> None:
-        if self._memory.components is None:
-            super().copy_to(block)
-            return
-        layers = self._layers_of(block)
-        for array, begin, end in self._memory.components:
-            layers[:, begin:end] = array[self._page]
+    def copy_to(self, others: Sequence[Pieces], area: memoryview, stride: int) -> bool:
+        pages = self._pages_of(others)
+        if pages is None:
+            return False
+        for array, begin in self._memory.components or ():
+            blocks = self._blocks_of(area, stride, len(pages), array.dtype, begin)
+            for block, page in zip(blocks, pages, strict=True):
+                block[:] = array[page]
+        return True
 
-    def copy_from(self, block: memoryview) -> None:
-        if self._memory.components is None:
-            super().copy_from(block)
-            return
-        layers = self._layers_of(block)
-        for array, begin, end in self._memory.components:
-            array[self._page] = layers[:, begin:end]
+    def copy_from(self, others: Sequence[Pieces], area: memoryview, stride: int) -> bool:
+        pages = self._pages_of(others)
+        if pages is None:
+            return False
+        for array, begin in self._memory.components or ():
+            blocks = self._blocks_of(area, stride, len(pages), array.dtype, begin)
+            for block, page in zip(blocks, pages, strict=True):
+                array[page] = block
+        return True
 
-    def _layers_of(self, block: memoryview) -> npt.NDArray[np.uint8]:
+    def _pages_of(self, others: Sequence[Pieces]) -> list[int] | None:
+        """The pages of some blocks; None when they are not all of this memory."""
         memory = self._memory
-        shape = (memory.layers, memory.layer_bytes)
-        return np.ndarray(shape, np.uint8, buffer=block)
+        if memory.components is None:
+            return None
+        pages = [o._page for o in others if isinstance(o, PagePieces) and o._memory is memory]
+        return pages if len(pages) == len(others) else None
+
+    def _blocks_of(
+        self, area: memoryview, stride: int, count: int, dtype: np.dtype[np.void], begin: int
+    ) -> npt.NDArray[np.void]:
+        """One component, ``[block, layer]``, of blocks that lie end to end."""
+        layers, size = self._memory.layers, self._memory.layer_bytes
+        return np.ndarray((count, layers), dtype, area, offset=begin, strides=(stride, size))
 
 
 def _suits_direct_io(extent: _Extent) -> bool:

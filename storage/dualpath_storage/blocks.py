@@ -22,7 +22,7 @@ layer, the pieces of a layer adding up to ``layer_bytes``. Writable when it is r
 
 
 class CopyingPieces(Sequence[memoryview]):
-    """Pieces that may know a quicker way to be copied than one by one."""
+    """Pieces that may know a quicker way than to be copied one by one."""
 
     @property
     def suit_direct_io(self) -> bool:
@@ -33,29 +33,46 @@ class CopyingPieces(Sequence[memoryview]):
         """
         return False
 
-    def copy_to(self, block: memoryview) -> None:
-        """Put the pieces end to end at the beginning of ``block``."""
-        gather(self, block)
+    def copy_to(self, others: Sequence[Pieces], area: memoryview, stride: int) -> bool:
+        """Put the pieces of some blocks, this one among them, end to end into ``area``.
 
-    def copy_from(self, block: memoryview) -> None:
+        Args:
+            stride: where block ``i`` begins in ``area``, divided by ``i``.
+
+        Returns:
+            False when nothing was copied, since there is no quicker way for all of them.
+        """
+        del others, area, stride
+        return False
+
+    def copy_from(self, others: Sequence[Pieces], area: memoryview, stride: int) -> bool:
         """Inverse of :meth:`copy_to`."""
-        scatter(self, block)
+        del others, area, stride
+        return False
 
 
-def gather(pieces: Pieces, block: memoryview) -> None:
-    """Put pieces end to end at the beginning of ``block``, one by one."""
-    offset = 0
-    for piece in pieces:
-        block[offset : offset + len(piece)] = piece
-        offset += len(piece)
+def gather(blocks: Sequence[Pieces], area: memoryview, stride: int) -> None:
+    """Put the pieces of block ``i`` end to end into ``area`` from ``i * stride`` on."""
+    first = blocks[0] if blocks else None
+    if isinstance(first, CopyingPieces) and first.copy_to(blocks, area, stride):
+        return
+    for i, pieces in enumerate(blocks):
+        offset = i * stride
+        for piece in pieces:
+            area[offset : offset + len(piece)] = piece
+            offset += len(piece)
 
 
-def scatter(pieces: Pieces, block: memoryview) -> None:
+def scatter(blocks: Sequence[Pieces], area: memoryview, stride: int) -> None:
     """Inverse of :func:`gather`."""
-    offset = 0
-    for piece in pieces:
-        piece[:] = block[offset : offset + len(piece)]
-        offset += len(piece)
+    first = blocks[0] if blocks else None
+    if isinstance(first, CopyingPieces) and first.copy_from(blocks, area, stride):
+        return
+    for i, pieces in enumerate(blocks):
+        offset = i * stride
+        for piece in pieces:
+            piece[:] = area[offset : offset + len(piece)]
+            offset += len(piece)
 
 
 def key_bytes(key: str) -> bytes:

@@ -33,6 +33,7 @@ EMPTY_HEADER = bytes(HEADER_BYTES)
 _FIXED = struct.Struct("<8sII16s32s32sQQ16x")
 _SUM_OFFSET = HEADER_BYTES - 8
 _SUM = struct.Struct("<Q")
+_BITE_BYTES = 64 << 10
 
 assert _FIXED.size == 128
 assert _FIXED.size + 8 * MAX_LAYERS <= _SUM_OFFSET
@@ -92,16 +93,24 @@ def decode(page: memoryview) -> Header | None:
 
 
 def layer_checksums(pieces: Pieces, layers: int) -> list[int]:
-    """xxh3-64 of each of ``layers`` Layer Blocks, each ``len(pieces) // layers`` pieces long."""
+    """xxh3-64 of each of ``layers`` Layer Blocks, each ``len(pieces) // layers`` pieces long.
+
+    In bites for which xxhash keeps the interpreter: to let go of it for some microseconds can cost
+    5 ms, until a busy thread gives it back.
+    """
     per_layer = len(pieces) // layers
-    if per_layer == 1:
+    if per_layer == 1 and len(pieces[0]) <= _BITE_BYTES:
         return [xxhash.xxh3_64_intdigest(piece) for piece in pieces]
     sums = []
     state = xxhash.xxh3_64()
     update = state.update
     last = per_layer - 1
     for i, piece in enumerate(pieces):
-        update(piece)
+        if len(piece) <= _BITE_BYTES:
+            update(piece)
+        else:
+            for begin in range(0, len(piece), _BITE_BYTES):
+                update(piece[begin : begin + _BITE_BYTES])
         if i % per_layer == last:
             sums.append(state.intdigest())
             state.reset()

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dualpath_storage import header as headers
@@ -228,12 +228,9 @@ class BlockStore:
         results = []
         for i, item in enumerate(items):
             slot = area[i * size : (i + 1) * size]
-            payload = slot[HEADER_BYTES:]
-            layers = pieces_of(payload, self.geometry)
-            status = self._check(slot[:HEADER_BYTES], item, layers, got - i * size)
-            if status is ReadStatus.OK:
-                _scatter(payload, item.pieces)
-            results.append(status)
+            layers = pieces_of(slot[HEADER_BYTES:], self.geometry)
+            results.append(self._check(slot[:HEADER_BYTES], item, layers, got - i * size))
+        _scatter_good(items, results, area[HEADER_BYTES:], size)
         return results
 
     def _read_window(
@@ -243,13 +240,12 @@ class BlockStore:
         shape = RangeShape(self.geometry, *window, header=True)
         area = arena.payload(len(items) * shape.stride)
         reads = self._ranges.read([RangeItem(i.key, i.placement) for i in items], shape, area)
-        per_layer = len(items[0].pieces) // self.geometry.layers
-        for i, read in enumerate(reads):
-            if read.status is ReadStatus.OK:
-                begin = i * shape.stride + shape.lead
-                pieces = items[i].pieces[window[0] * per_layer : window[1] * per_layer]
-                _scatter(area[begin : begin + shape.payload_bytes], pieces)
-        return [read.status for read in reads]
+        results = [read.status for read in reads]
+        begin, end = (layer * len(items[0].pieces) // self.geometry.layers for layer in window)
+        if end - begin < len(items[0].pieces):
+            items = [replace(item, pieces=item.pieces[begin:end]) for item in items]
+        _scatter_good(items, results, area[shape.lead :], shape.stride)
+        return results
 
     def _check(self, page: memoryview, item: ReadItem, block: Pieces, got: int) -> ReadStatus:
         if got < HEADER_BYTES + self.geometry.block_bytes:
@@ -328,10 +324,10 @@ class BlockStore:
                 if not self._refuses(error):
                     raise
         area = arena.payload(len(items) * size)[: len(items) * size]
+        gather([item.pieces for item in items], area[HEADER_BYTES:], size)
         for i, item in enumerate(items):
             slot = area[i * size : (i + 1) * size]
             payload = slot[HEADER_BYTES:]
-            _gather(item.pieces, payload)
             if self._pad_bytes:
                 payload[self.geometry.block_bytes :] = bytes(self._pad_bytes)
             self._encode(slot[:HEADER_BYTES], pieces_of(payload, self.geometry), item)
@@ -449,15 +445,14 @@ def _write_error(error: OSError) -> WriteStatus:
     return WriteStatus.IO_ERROR if error.errno in _DEVICE_ERRORS else WriteStatus.UNAVAILABLE
 
 
-def _scatter(block: memoryview, pieces: Pieces) -> None:
-    if isinstance(pieces, CopyingPieces):
-        pieces.copy_from(block)
-    else:
-        scatter(pieces, block)
-
-
-def _gather(pieces: Pieces, block: memoryview) -> None:
-    if isinstance(pieces, CopyingPieces):
-        pieces.copy_to(block)
-    else:
-        gather(pieces, block)
+def _scatter_good(
+    items: Sequence[ReadItem], results: Sequence[ReadStatus], area: memoryview, stride: int
+) -> None:
+    """Copy runs of good blocks to where they belong."""
+    begin = 0
+    for i in range(len(items) + 1):
+        if i < len(items) and results[i] is ReadStatus.OK:
+            continue
+        if begin < i:
+            scatter([item.pieces for item in items[begin:i]], area[begin * stride :], stride)
+        begin = i + 1
