@@ -20,16 +20,15 @@ pytestmark = pytest.mark.e2e
 PROMPT = random_tokens(500, seed=1)
 WHOLE = len(PROMPT) // PAGE_TOKENS * PAGE_TOKENS
 
+CHUNKED = ["--chunked-prefill-size", "128"]
+NO_OVERLAP = ["--disable-overlap-schedule"]
 # Attention, scheduling, chunks: between them each is met in both ways.
-SERVERS = {
-    "mha_overlap": ("qwen3", []),
-    "mla_no_overlap": ("deepseek_v2", ["--disable-overlap-schedule"]),
-    "mha_chunked": ("qwen3", ["--chunked-prefill-size", "128"]),
-    "mla_chunked_no_overlap": (
-        "deepseek_v2",
-        ["--chunked-prefill-size", "128", "--disable-overlap-schedule"],
-    ),
-}
+SERVERS = [
+    pytest.param(("qwen3", []), id="mha_overlap"),
+    pytest.param(("deepseek_v2", [*CHUNKED, *NO_OVERLAP]), id="mla_chunked_no_overlap"),
+    pytest.param(("deepseek_v2", NO_OVERLAP), id="mla_no_overlap", marks=pytest.mark.slow),
+    pytest.param(("qwen3", CHUNKED), id="mha_chunked", marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module", params=SERVERS)
@@ -38,8 +37,8 @@ def server(
     model: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[StreamingServer]:
-    kind, flags = SERVERS[request.param]
-    folder = tmp_path_factory.mktemp(request.param)
+    kind, flags = request.param
+    folder = tmp_path_factory.mktemp(kind)
     with StreamingServer(model(kind), folder, *flags) as running:
         yield running
 

@@ -24,15 +24,14 @@ OTHER = random_tokens(500, seed=2)
 WHOLE = len(PROMPT) // PAGE_TOKENS * PAGE_TOKENS
 LOAD_TIMEOUT_S = 2.0
 
-SERVERS = {
-    "overlap": ("qwen3", []),
-    "no_overlap": ("deepseek_v2", ["--disable-overlap-schedule"]),
-    "chunked": ("qwen3", ["--chunked-prefill-size", "64"]),
-    "chunked_no_overlap": (
-        "qwen3",
-        ["--chunked-prefill-size", "64", "--disable-overlap-schedule"],
-    ),
-}
+CHUNKED = ["--chunked-prefill-size", "64"]
+NO_OVERLAP = ["--disable-overlap-schedule"]
+SERVERS = [
+    pytest.param(("qwen3", []), id="overlap"),
+    pytest.param(("deepseek_v2", [*CHUNKED, *NO_OVERLAP]), id="chunked_no_overlap"),
+    pytest.param(("deepseek_v2", NO_OVERLAP), id="no_overlap", marks=pytest.mark.slow),
+    pytest.param(("qwen3", CHUNKED), id="chunked", marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module", params=SERVERS)
@@ -41,8 +40,8 @@ def server(
     model: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[StreamingServer]:
-    kind, flags = SERVERS[request.param]
-    folder = tmp_path_factory.mktemp(request.param)
+    kind, flags = request.param
+    folder = tmp_path_factory.mktemp(kind)
     settings = {"load_timeout_s": LOAD_TIMEOUT_S}
     with StreamingServer(model(kind), folder, *flags, settings=settings) as running:
         yield running

@@ -18,6 +18,8 @@ from tests.support.streaming import Background, StreamingServer
 
 pytestmark = pytest.mark.e2e
 
+KILLS = 3
+
 
 @dataclass
 class Streamed(Served):
@@ -93,7 +95,7 @@ def test_killed_at_any_moment_it_is_never_wrong_afterwards(
     source = random.Random(7)
     with StreamingServer(model(kind), tmp_path / "server") as server:
         wanted = [server.uncached(prompt).tokens for prompt in prompts]
-        for _ in range(4):
+        for _ in range(KILLS):
             for prompt in prompts:
                 Background(server.generate, prompt)
             time.sleep(source.uniform(0.0, 0.6))
