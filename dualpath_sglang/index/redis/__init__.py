@@ -18,14 +18,9 @@ rest is fixed words: nothing from outside enters a name.
 | ``:lru`` | sorted set | keys without children, by last use in us |
 | ``:orphans`` | hash | by key that is not there: children that are |
 | ``:freed`` | sorted set | blocks that were taken out and whose slot nobody reused yet |
+| ``:claim:<geometry>:<key>`` | string | who is writing that block now; expires |
 
-The least that a user may do, for ``ACL SETUSER``; the last one is for Redis Cluster, ``+role`` for
-Sentinel:
-
-``~dualpath:* resetchannels -@all +eval +evalsha +info +role +time +exists +unlink +set +get +hset
-+hget +hmget +hgetall +hdel +hlen +hexists +hscan +hincrby +zadd +zrem +zcard +zrange
-+zrangebyscore +zrevrange +zrangebylex +zremrangebylex +zremrangebyscore +sadd +srem +smembers
-+cluster|slots``
+What nodes tell each other is said in :mod:`dualpath_sglang.index.redis.cluster_state`.
 """
 
 from __future__ import annotations
@@ -34,4 +29,13 @@ from dualpath_sglang.index.redis.opening import open_redis_index
 from dualpath_sglang.index.redis.settings import IndexAddressError, RedisSettings
 from dualpath_sglang.index.redis.store_id import store_id
 
-__all__ = ["IndexAddressError", "RedisSettings", "open_redis_index", "store_id"]
+LEAST_RIGHTS = (
+    "~dualpath:* resetchannels -@all +eval +evalsha +info +time +exists +unlink +get +set +del "
+    "+hset +hget +hmget +hgetall +hdel +hlen +hexists +hscan +hincrby +zadd +zrem +zcard "
+    "+zrangebyscore +zrevrange +zrangebylex +zremrangebylex +sadd +srem +smembers "
+    "+role +cluster|slots"
+)
+"""The least that the index's user must be let do, as ``ACL SETUSER`` takes it. The last line is
+for Sentinel and Cluster alone."""
+
+__all__ = ["LEAST_RIGHTS", "IndexAddressError", "RedisSettings", "open_redis_index", "store_id"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,6 @@ class Access:
         client: the connections.
         store: the store's name, 16 hex digits.
         read_only: never write, not even what an index begins with.
-        random: bytes that make the token of a new index unlike any other.
         deadline: monotonic seconds.
 
     Raises:
@@ -36,9 +36,7 @@ class Access:
         IndexDamagedError: its format is not ours.
     """
 
-    def __init__(
-        self, client: Client, store: str, *, read_only: bool, random: bytes, deadline: float
-    ) -> None:
+    def __init__(self, client: Client, store: str, *, read_only: bool, deadline: float) -> None:
         self.client = client
         self.read_only = read_only
         self.store = store
@@ -47,7 +45,7 @@ class Access:
         self._lock = threading.Lock()
         call: Call = ("HMGET", self.key("index"), "token", "format", "filled")
         if not read_only:
-            call = Run(_OPEN, [self.key("index")], [FORMAT, random])
+            call = Run(_OPEN, [self.key("index")], [FORMAT, secrets.token_bytes(8)])
         ((token, version, _),) = client.call(store, [call], deadline)
         if token is None:
             raise IndexUnavailableError(f"Redis has no index of the store {store}")
@@ -128,7 +126,9 @@ class Access:
 
     def start_over(self, deadline: float) -> None:
         """Have this index, as it stands, count as empty for everybody."""
-        self.call_store([Run(_START_OVER, [self.key("index")], [self.token])], deadline)
+        keys = [self.key(name) for name in ("index", "geometries", "wanted")]
+        run = Run(_START_OVER, keys, [self.token, secrets.token_bytes(8)])
+        self.call_store([run], deadline)
 
     # -- units ------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from dualpath_sglang.index.redis import walking
 from dualpath_sglang.index.redis.access import BATCH, Access, batches
 from dualpath_sglang.index.redis.checking import first_fault
 from dualpath_sglang.index.redis.client import Script
+from dualpath_sglang.index.redis.cluster_state import ClusterState
 from dualpath_sglang.index.redis.evicting import Eviction, freed_rows
 from dualpath_sglang.index.redis.faults import UnansweredError
 from dualpath_storage import Geometry, Placement, Slot
@@ -72,6 +73,8 @@ class RedisIndex:
             maxlen=_MOST_DOUBTS
         )
         self._settling = threading.Lock()
+        self.cluster = ClusterState(access)
+        """What the nodes tell each other beside the index."""
 
     @property
     def token(self) -> bytes:

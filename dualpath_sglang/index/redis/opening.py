@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from typing import TYPE_CHECKING
 
@@ -51,7 +50,6 @@ def open_redis_index(
             client,
             store,
             read_only=read_only,
-            random=secrets.token_bytes(8),
             deadline=time.monotonic() + timeout_s,
         )
     except BaseException:

@@ -120,7 +120,7 @@ def _authority(parts: SplitResult, default_port: int) -> tuple[str, tuple[Addres
         host = (found[1] or found[2]) if found else ""
         port = int((found[3] if found else None) or default_port)
         if not _HOST.fullmatch(host or "") or not 0 < port < 65536:
-            raise IndexAddressError(f"DualPath's index has no usable host and port in {name!r}.")
+            raise IndexAddressError("DualPath's index has no usable host and port in its address.")
         hosts.append((host, port))
     return user, tuple(hosts)
 

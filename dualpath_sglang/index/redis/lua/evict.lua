@@ -53,6 +53,6 @@ while got < need and #out < most do
   for _, row in ipairs(free_page(key, unit_of(key), out)) do
     got = got + (size[sub(row, 1, 16)] or 0)
   end
-  save()
+  save(false)
 end
 return { table.concat(out), tostring(got), tostring(passes), at, tostring(skip) }

@@ -30,5 +30,5 @@ for i = count, 1, -1 do
   end
   out[i] = new and '1' or '0'
 end
-save()
+save(true)
 return table.concat(out)

@@ -1,5 +1,5 @@
 -- Gives a geometry its number. KEYS as in begin.lua; ARGV: token, geometry id.
--- Rows of an older index are thrown away. Tokens begin with the time at which they were made.
+-- Rows of an older index are thrown away.
 -- Answers whether the geometry is new, or 'late' when the caller knows an older index.
 local token = redis.call('HGET', KEYS[1], 'token')
 if token and token > ARGV[1] then return 'late' end

@@ -15,5 +15,5 @@ for i = 1, #keys do
     forget_if_empty(keys[i], unit)
   end
 end
-save()
+save(false)
 return table.concat(out)

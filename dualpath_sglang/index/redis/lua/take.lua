@@ -7,5 +7,5 @@ for _, key in ipairs(keys) do
   local unit = unit_of(key)
   if unit and unit.children == 0 then free_page(key, unit, out) end
 end
-save()
+save(false)
 return table.concat(out)

@@ -6,5 +6,5 @@ local newest = now_us(ARGV[2]) + #keys + tonumber(ARGV[3])
 for i = 1, #keys do
   if unit_of(keys[i]) then use(keys[i], newest - (i - 1), ZERO) end
 end
-save()
+save(true)
 return 'done'

@@ -4,8 +4,8 @@
 local ZERO = string.rep('\0', KEY)
 local CHUNK = 1000
 local units, listed, changed = {}, {}, {}
-local orphans, orphaned = {}, {}
-local freed_add, freed_any = {}, nil
+local orphans, orphans_before = {}, {}
+local freed_add, freed_any, slots_reused = {}, nil, {}
 
 local function read(key, row)
   if not row then
@@ -42,10 +42,13 @@ local function load(keys)
     local rows = redis.call('HMGET', ROWS, unpack(missing, first, last))
     for i = first, last do read(missing[i], rows[i - first + 1]) end
     if none_orphaned then
-      for i = first, last do orphans[missing[i]] = 0 end
+      for i = first, last do orphans[missing[i]], orphans_before[missing[i]] = 0, 0 end
     else
       local counts = redis.call('HMGET', ORPHANS, unpack(missing, first, last))
-      for i = first, last do orphans[missing[i]] = tonumber(counts[i - first + 1] or 0) end
+      for i = first, last do
+        local count = tonumber(counts[i - first + 1] or 0)
+        orphans[missing[i]], orphans_before[missing[i]] = count, count
+      end
     end
   end
 end
@@ -55,13 +58,9 @@ local function orphans_of(key)
   local count = orphans[key]
   if count == nil then
     count = tonumber(redis.call('HGET', ORPHANS, key) or 0)
-    orphans[key] = count
+    orphans[key], orphans_before[key] = count, count
   end
   return count
-end
-
-local function set_orphans(key, count)
-  orphans[key], orphaned[key] = count, true
 end
 
 local function add_child(parent, count)
@@ -71,7 +70,7 @@ local function add_child(parent, count)
     changed[parent] = true
     return unit
   end
-  set_orphans(parent, orphans_of(parent) + count)
+  orphans[parent] = orphans_of(parent) + count
   return false
 end
 
@@ -92,7 +91,7 @@ local function use(key, when, parent)
   local unit = unit_of(key)
   if not unit then
     unit = { used = when, parent = parent, children = orphans_of(key), blocks = '' }
-    if unit.children > 0 then set_orphans(key, 0) end
+    orphans[key] = 0
     units[key] = unit
     if parent ~= ZERO then add_child(parent, 1) end
   else
@@ -117,7 +116,7 @@ end
 local function forget_if_empty(key, unit)
   if unit.blocks ~= '' then return end
   units[key], changed[key] = false, true
-  if unit.children > 0 then set_orphans(key, unit.children) end
+  orphans[key] = orphans_of(key) + unit.children
   if unit.parent ~= ZERO then
     local parent = add_child(unit.parent, -1)
     if parent and parent.children == 0 then use(unit.parent, unit.used, ZERO) end
@@ -145,13 +144,13 @@ local function reused(place)
   if freed_any == nil then freed_any = redis.call('ZCARD', FREED) > 0 end
   if freed_any then
     local slot = sub(place, 1, 10)
-    redis.call('ZREMRANGEBYLEX', FREED, '[' .. slot, '[' .. slot .. string.rep('\255', 9))
+    slots_reused[#slots_reused + 1] = slot
   end
 end
 
--- Writes what has changed. What makes room comes first: a full Redis refuses a script whose
--- first write is one that could need memory, not those after.
-local function save()
+-- Writes what has changed. A full Redis refuses a script whose first write could need memory, and
+-- no write after the first: so what makes room comes first, unless the script is to be refused.
+local function save(grows)
   local gone, unlisted, set, add = {}, {}, {}, {}
   for key in pairs(changed) do
     local unit = units[key]
@@ -174,20 +173,27 @@ local function save()
     end
   end
   local fewer, more = {}, {}
-  for key in pairs(orphaned) do
-    if orphans[key] > 0 then
-      more[#more + 1] = key
-      more[#more + 1] = orphans[key]
-    else
-      fewer[#fewer + 1] = key
+  for key, count in pairs(orphans) do
+    if count ~= orphans_before[key] then
+      if count > 0 then
+        more[#more + 1] = key
+        more[#more + 1] = count
+      else
+        fewer[#fewer + 1] = key
+      end
+      orphans_before[key] = count
     end
   end
+  if grows then in_chunks('HSET', ROWS, set) end
   in_chunks('HDEL', ROWS, gone)
   in_chunks('ZREM', LRU, unlisted)
   in_chunks('HDEL', ORPHANS, fewer)
-  in_chunks('HSET', ROWS, set)
+  for _, slot in ipairs(slots_reused) do
+    redis.call('ZREMRANGEBYLEX', FREED, '[' .. slot, '[' .. slot .. string.rep('\255', 9))
+  end
+  if not grows then in_chunks('HSET', ROWS, set) end
   in_chunks('ZADD', LRU, add)
   in_chunks('HSET', ORPHANS, more)
   in_chunks('ZADD', FREED, freed_add)
-  changed, orphaned, freed_add = {}, {}, {}
+  changed, freed_add, slots_reused = {}, {}, {}
 end
