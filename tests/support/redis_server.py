@@ -127,12 +127,13 @@ def wait_for(true: Any, timeout_s: float = 30.0, what: str = "it") -> None:
 
 
 @contextlib.contextmanager
-def cluster(masters: int = 3) -> Iterator[list[RedisServer]]:
+def cluster(masters: int = 3, options: Sequence[str] = ()) -> Iterator[list[RedisServer]]:
     """A Redis Cluster: masters, and then a replica of each."""
     options = [
         "cluster-enabled yes",
         "cluster-node-timeout 1000",
         "cluster-replica-validity-factor 0",
+        *options,
     ]
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(RedisServer(options)) for _ in range(2 * masters)]
@@ -162,17 +163,19 @@ def cluster(masters: int = 3) -> Iterator[list[RedisServer]]:
 
 
 @contextlib.contextmanager
-def sentinels(service: str = "main") -> Iterator[tuple[list[RedisServer], list[RedisServer]]]:
+def sentinels(
+    service: str = "main", options: Sequence[str] = ()
+) -> Iterator[tuple[list[RedisServer], list[RedisServer]]]:
     """A master and its replica, and three Sentinels that watch them."""
     with contextlib.ExitStack() as stack:
-        master = stack.enter_context(RedisServer())
-        replica = stack.enter_context(RedisServer([f"replicaof 127.0.0.1 {master.port}"]))
-        options = [
+        master = stack.enter_context(RedisServer(options))
+        replica = stack.enter_context(RedisServer([f"replicaof 127.0.0.1 {master.port}", *options]))
+        watch = [
             f"sentinel monitor {service} 127.0.0.1 {master.port} 2",
             f"sentinel down-after-milliseconds {service} 1000",
             f"sentinel failover-timeout {service} 3000",
         ]
-        watchers = [stack.enter_context(RedisServer(options, sentinel=True)) for _ in range(3)]
+        watchers = [stack.enter_context(RedisServer(watch, sentinel=True)) for _ in range(3)]
         clients = [stack.enter_context(w.admin(decode_responses=True)) for w in watchers]
 
         def ready() -> bool:

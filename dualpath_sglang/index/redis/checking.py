@@ -25,7 +25,7 @@ def first_fault(access: Access, timeout_s: float) -> str | None:
             access.unit_tag(unit),
             [
                 ("HGETALL", access.unit_key(unit, "rows")),
-                ("ZRANGE", access.unit_key(unit, "lru"), 0, -1, "WITHSCORES"),
+                ("ZRANGEBYSCORE", access.unit_key(unit, "lru"), 0, "+inf", "WITHSCORES"),
                 ("HGETALL", access.unit_key(unit, "orphans")),
             ],
             end,

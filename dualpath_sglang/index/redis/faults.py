@@ -58,15 +58,16 @@ _HIDDEN = (
 
 def code_of(error: Exception) -> str:
     """The word that Redis begins the error with; empty when it is none of Redis."""
+    text = str(error)
+    if isinstance(error, exceptions.RedisError):
+        for pattern, code in _HIDDEN:
+            if pattern.search(text):
+                return code
     for kind, code in _CLASSES:
         if isinstance(error, kind):
             return code
     if not isinstance(error, exceptions.ResponseError):
         return ""
-    text = str(error)
-    for pattern, code in _HIDDEN:
-        if pattern.search(text):
-            return code
     found = re.match(r"-?([A-Z]{2,20})\b", text)
     return found[1] if found else "ERR"
 
