@@ -35,8 +35,8 @@ _BLOCK = struct.Struct(">IIQ")
 _SEGMENT = struct.Struct(">I")
 _WANTED = struct.Struct(">16sI")
 
-_LOOKUP = Script.of("begin", "lookup")
-_PREFIX = Script.of("begin", "prefix")
+_LOOKUP = Script.of("begin", "find", "lookup")
+_PREFIX = Script.of("begin", "find", "prefix")
 _PRESENT = Script.of("begin", "present")
 _PUBLISH = Script.of("begin", "units", "publish")
 _TOUCH = Script.of("begin", "units", "touch")
@@ -101,7 +101,7 @@ class RedisIndex:
     def prefix(self, geometry: Geometry, keys: Sequence[bytes]) -> int:
         run = 0
         for reply, count in self._ask(_PREFIX, geometry, keys):
-            there = int(reply or 0)
+            there = int(reply) if isinstance(reply, bytes) else 0
             run += there
             if there < count:
                 break

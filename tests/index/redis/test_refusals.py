@@ -193,8 +193,8 @@ def test_a_full_server_still_answers_and_room_can_be_made(
         assert published > 3
         assert index.prefix(KV, chain(0, 256)) == 256
         index.check()
-        freed = index.evict(ONE, 512, FOREVER_S)
-        assert len(freed) == 512
+        freed = index.evict(ONE, 1500, FOREVER_S)
+        assert len(freed) == 1500
         index.forget_freed(freed, FOREVER_S)
         assert all(index.publish(KV, records(chain("new", 64), segment=9), FOREVER_S))
         index.check()

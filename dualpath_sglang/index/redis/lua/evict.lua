@@ -27,10 +27,10 @@ local function welcome(key)
   return false
 end
 
-local PAGE = 16
 local function oldest()
+  local page = 1
   while passes >= 0 do
-    local leaves = redis.call('ZRANGEBYSCORE', LRU, at, last, 'WITHSCORES', 'LIMIT', skip, PAGE)
+    local leaves = redis.call('ZRANGEBYSCORE', LRU, at, last, 'WITHSCORES', 'LIMIT', skip, page)
     for i = 1, #leaves, 2 do
       local key = leaves[i]
       if not stay[key] then
@@ -40,7 +40,8 @@ local function oldest()
       end
       skip = skip + 1
     end
-    if #leaves < 2 * PAGE then return nil end
+    if #leaves < 2 * page then return nil end
+    page = 32
   end
 end
 
@@ -53,6 +54,7 @@ while got < need and #out < most do
   for _, row in ipairs(free_page(key, unit_of(key), out)) do
     got = got + (size[sub(row, 1, 16)] or 0)
   end
-  save(false)
+  relist()
 end
+save(false)
 return { table.concat(out), tostring(got), tostring(passes), at, tostring(skip) }

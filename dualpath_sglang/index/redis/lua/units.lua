@@ -3,8 +3,8 @@
 -- slot u32, generation u64, all BE. `freed` has the blocks as they stood in their rows.
 local ZERO = string.rep('\0', KEY)
 local CHUNK = 1000
-local units, listed, changed = {}, {}, {}
-local orphans, orphans_before = {}, {}
+local units, listed, changed, moved = {}, {}, {}, {}
+local orphans, orphans_before, orphaned = {}, {}, {}
 local freed_add, freed_any, slots_reused = {}, nil, {}
 
 local function read(key, row)
@@ -53,6 +53,10 @@ local function load(keys)
   end
 end
 
+local function mark(key)
+  changed[key], moved[key] = true, true
+end
+
 -- Children that are present of a page that is not.
 local function orphans_of(key)
   local count = orphans[key]
@@ -63,14 +67,18 @@ local function orphans_of(key)
   return count
 end
 
+local function set_orphans(key, count)
+  orphans[key], orphaned[key] = count, true
+end
+
 local function add_child(parent, count)
   local unit = unit_of(parent)
   if unit then
     unit.children = unit.children + count
-    changed[parent] = true
+    mark(parent)
     return unit
   end
-  orphans[parent] = orphans_of(parent) + count
+  set_orphans(parent, orphans_of(parent) + count)
   return false
 end
 
@@ -91,7 +99,7 @@ local function use(key, when, parent)
   local unit = unit_of(key)
   if not unit then
     unit = { used = when, parent = parent, children = orphans_of(key), blocks = '' }
-    orphans[key] = 0
+    if unit.children > 0 then set_orphans(key, 0) end
     units[key] = unit
     if parent ~= ZERO then add_child(parent, 1) end
   else
@@ -101,7 +109,7 @@ local function use(key, when, parent)
       add_child(parent, 1)
     end
   end
-  changed[key] = true
+  mark(key)
   return unit
 end
 
@@ -115,8 +123,9 @@ end
 
 local function forget_if_empty(key, unit)
   if unit.blocks ~= '' then return end
-  units[key], changed[key] = false, true
-  orphans[key] = orphans_of(key) + unit.children
+  units[key] = false
+  mark(key)
+  if unit.children > 0 then set_orphans(key, unit.children) end
   if unit.parent ~= ZERO then
     local parent = add_child(unit.parent, -1)
     if parent and parent.children == 0 then use(unit.parent, unit.used, ZERO) end
@@ -127,7 +136,7 @@ end
 local function free(key, unit, at)
   local block = sub(unit.blocks, at, at + BLOCK - 1)
   unit.blocks = sub(unit.blocks, 1, at - 1) .. sub(unit.blocks, at + BLOCK)
-  changed[key] = true
+  mark(key)
   freed_add[#freed_add + 1] = 0
   freed_add[#freed_add + 1] = block
   return block
@@ -148,19 +157,11 @@ local function reused(place)
   end
 end
 
--- Writes what has changed. A full Redis refuses a script whose first write could need memory, and
--- no write after the first: so what makes room comes first, unless the script is to be refused.
-local function save(grows)
-  local gone, unlisted, set, add = {}, {}, {}, {}
-  for key in pairs(changed) do
+-- Brings the order of use up to date, for those who look at it before the end of the script.
+local function relist()
+  local unlisted, add = {}, {}
+  for key in pairs(moved) do
     local unit = units[key]
-    if not unit then
-      gone[#gone + 1] = key
-    else
-      set[#set + 1] = key
-      set[#set + 1] = struct.pack('<I8', unit.used) .. unit.parent ..
-        struct.pack('<I4', unit.children) .. unit.blocks
-    end
     if unit and unit.children == 0 then
       if listed[key] ~= unit.used then
         add[#add + 1] = unit.used
@@ -172,8 +173,27 @@ local function save(grows)
       listed[key] = nil
     end
   end
-  local fewer, more = {}, {}
-  for key, count in pairs(orphans) do
+  moved = {}
+  in_chunks('ZREM', LRU, unlisted)
+  in_chunks('ZADD', LRU, add)
+end
+
+-- Writes what has changed. A full Redis refuses a script whose first write could need memory, and
+-- no write after the first: so what makes room comes first, unless the script is to be refused.
+local function save(grows)
+  local gone, set, fewer, more = {}, {}, {}, {}
+  for key in pairs(changed) do
+    local unit = units[key]
+    if not unit then
+      gone[#gone + 1] = key
+    else
+      set[#set + 1] = key
+      set[#set + 1] = struct.pack('<I8', unit.used) .. unit.parent ..
+        struct.pack('<I4', unit.children) .. unit.blocks
+    end
+  end
+  for key in pairs(orphaned) do
+    local count = orphans[key]
     if count ~= orphans_before[key] then
       if count > 0 then
         more[#more + 1] = key
@@ -181,19 +201,16 @@ local function save(grows)
       else
         fewer[#fewer + 1] = key
       end
-      orphans_before[key] = count
     end
   end
   if grows then in_chunks('HSET', ROWS, set) end
   in_chunks('HDEL', ROWS, gone)
-  in_chunks('ZREM', LRU, unlisted)
+  relist()
   in_chunks('HDEL', ORPHANS, fewer)
   for _, slot in ipairs(slots_reused) do
     redis.call('ZREMRANGEBYLEX', FREED, '[' .. slot, '[' .. slot .. string.rep('\255', 9))
   end
   if not grows then in_chunks('HSET', ROWS, set) end
-  in_chunks('ZADD', LRU, add)
   in_chunks('HSET', ORPHANS, more)
   in_chunks('ZADD', FREED, freed_add)
-  changed, freed_add, slots_reused = {}, {}, {}
 end
