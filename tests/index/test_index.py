@@ -136,6 +136,33 @@ def test_what_is_of_use_to_the_caller_goes_first_within_reason(
     assert freed.slot.segment == 1, "better than nothing"
 
 
+def test_what_is_promised_stays_and_all_that_it_descends_from(index: CheckedIndex) -> None:
+    mine, other = chain("mine", 4), chain("other", 3)
+    index.publish(KV, records(mine), FOREVER_S)
+    index.publish(OTHER, records(mine, slot=10), FOREVER_S)
+    index.publish(KV, records(other, slot=20), FOREVER_S)
+    promised = {KV.unit + mine[2]}
+    assert len(index.evict(ONE, 100, FOREVER_S, promised=promised)) == 8
+    assert index.prefix(KV, mine) == 3
+    assert index.evict(ONE, 100, FOREVER_S, promised=promised) == []
+    assert index.evict_segment(KV.id_bytes, 1, FOREVER_S, promised=promised) == []
+    assert index.prefix(KV, mine) == 3
+    assert index.wanted(KV) == []
+    assert len(index.evict(ONE, 100, FOREVER_S)) == 3
+    index.check()
+
+
+def test_models_that_are_used_by_turns_go_by_turns(index: CheckedIndex) -> None:
+    for i in range(40):
+        index.publish(KV, records([key(i)], slot=i), FOREVER_S)
+        index.publish(OTHER, records([key(i)], slot=i), FOREVER_S)
+    assert len(index.evict(ONE, 60, FOREVER_S)) == 60
+    index.check()
+    assert len(index.evict(ONE, 60, FOREVER_S)) == 20
+    assert index.counts() == {}
+    index.check()
+
+
 def test_unknown_geometries_count_as_nothing(index: CheckedIndex) -> None:
     index.publish(OTHER, records(chain("other", 3)), FOREVER_S)
     index.publish(KV, records(chain("kv", 3)), FOREVER_S)

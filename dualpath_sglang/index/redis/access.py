@@ -12,8 +12,8 @@ from dualpath_sglang.index.base import IndexDamagedError, IndexUnavailableError
 from dualpath_sglang.index.redis.client import Call, Client, Run, Script
 
 FORMAT = b"1"
-BATCH = 1024
-"""Keys of one script call: Redis serves nobody else meanwhile, for a few milliseconds at most."""
+BATCH, WRITE_BATCH = 1024, 256
+"""Keys of one script call: Redis serves nobody else meanwhile, for two milliseconds at most."""
 
 _OPEN = Script.of("open")
 _START_OVER = Script.of("start_over")

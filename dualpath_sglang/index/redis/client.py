@@ -95,6 +95,7 @@ class Client:
                     wanted.append(i)
                     continue
                 if code_of(error) in _ELSEWHERE:
+                    node.drop_links()
                     self._topology.doubt(node)
                 failure = explained(error, node.name, sent=False)
                 # What was refused was not done, but others of the same trip may have been.

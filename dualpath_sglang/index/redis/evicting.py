@@ -22,7 +22,7 @@ _FREED = struct.Struct(">16sIIQ")
 _SIZE = struct.Struct(">16sQ")
 _PREFERRED = struct.Struct(">16sI")
 _MOST = 4096
-_MOST_A_CALL = 512
+_MOST_A_CALL = 128
 _SLACK_US = 1_000_000
 
 
@@ -39,13 +39,15 @@ class _Order:
     """Where the order of use of a model stands.
 
     Args:
-        head: use (us) of the next leaf to look at; None when there is none.
-        skip: leaves not older than where the eviction is that were passed over.
+        at: use (us) that the eviction has come to.
+        skip: leaves from there on that were passed over.
+        head: use of the next leaf to look at; None when there is none.
     """
 
     unit: bytes
-    head: int | None = None
+    at: int = 0
     skip: int = 0
+    head: int | None = None
 
     @property
     def rank(self) -> tuple[int, bytes]:
@@ -91,14 +93,13 @@ class Eviction:
     def _run(
         self, need: int, prefer: Collection[tuple[bytes, int]] | None, freed: list[Freed]
     ) -> None:
-        at = "0"
         orders = [_Order(unit) for unit in self._access.units(self._end)]
         if self._keep is not None:  # before anything of another model goes
             orders.sort(key=lambda order: order.unit != self._keep[0])  # type: ignore[index]
             if not orders or orders[0].unit != self._keep[0]:
                 self.refused = True
                 return
-        leaves = sum(self._look(order, at) for order in orders)
+        leaves = sum(self._look(order) for order in orders)
         left = most_passes(leaves)
         preferred = b"".join(_PREFERRED.pack(*name) for name in prefer or ())
         while need > 0 and len(freed) < _MOST and left >= 0 and not self.refused:
@@ -112,7 +113,7 @@ class Eviction:
                 first = order.unit < bound[1] or _SLACK_US > 0
                 last = f"{'' if first else '('}{bound[0] + _SLACK_US}"
             arguments = (
-                at,
+                order.at,
                 order.skip,
                 last,
                 need,
@@ -139,21 +140,28 @@ class Eviction:
             if need <= 0:
                 return
             if packed:
-                at = where.decode()
+                order.at = int(float(where))
                 for other in others:
-                    if other.skip:
-                        other.skip = 0
-                        self._look(other, at)
-            self._look(order, at)
+                    self._catch_up(other, order.at)
+            self._look(order)
+
+    def _catch_up(self, order: _Order, at: int) -> None:
+        """A page of another model went that was used at ``at``."""
+        if order.head is None:
+            return
+        order.at = min(at, order.head)
+        if order.skip:
+            order.skip = 0
+            self._look(order)
 
     def _kept(self, order: _Order) -> bytes:
         kept = self._keep
         return kept[1] if kept is not None and kept[0] == order.unit else b""
 
-    def _look(self, order: _Order, at: str) -> int:
+    def _look(self, order: _Order) -> int:
         """Find the head of a model's order; how many leaves it has."""
         kept = self._kept(order)
-        replies = self._access.run(order.unit, _HEAD, [(at, order.skip, kept)], self._end)
+        replies = self._access.run(order.unit, _HEAD, [(order.at, order.skip, kept)], self._end)
         if replies is None:
             order.head = None
             return 0

@@ -20,7 +20,7 @@ from dualpath_sglang.index.base import (
     Record,
 )
 from dualpath_sglang.index.redis import walking
-from dualpath_sglang.index.redis.access import BATCH, Access, batches
+from dualpath_sglang.index.redis.access import WRITE_BATCH, Access, batches
 from dualpath_sglang.index.redis.checking import first_fault
 from dualpath_sglang.index.redis.client import Script
 from dualpath_sglang.index.redis.cluster_state import ClusterState
@@ -49,7 +49,7 @@ _FORGET_SEGMENTS = Script.of("begin", "forget_segments")
 _READ_TIMEOUT_S = 1.0
 """For what is asked in the background or on the way to a write."""
 _DOUBT_S = 60.0
-_MOST_DOUBTS = 4096
+_MOST_DOUBTS = 512
 _SEGMENT_ROUNDS = 4
 
 
@@ -61,7 +61,7 @@ class RedisIndex:
 
     Args:
         access: the keys of the store; closed with the index.
-        lookup_timeout_s: how long a lookup may take, for each :data:`BATCH` keys of it.
+        lookup_timeout_s: how long a lookup may take, for each 1024 keys of it.
     """
 
     name = "redis"
@@ -168,7 +168,7 @@ class RedisIndex:
         self, geometry: Geometry, records: Sequence[Record], timeout_s: float
     ) -> list[bool]:
         end = self._write_until(timeout_s)
-        parts = list(batches(len(records)))
+        parts = list(batches(len(records), WRITE_BATCH))
         # The children go first, and are used earlier than the parents that follow.
         calls = [
             (
@@ -200,7 +200,7 @@ class RedisIndex:
         end = self._write_until(timeout_s)
         calls = [
             (self._now(), len(chain) - part.stop, b"".join(chain[part]))
-            for part in reversed(list(batches(len(chain))))
+            for part in reversed(list(batches(len(chain), WRITE_BATCH)))
         ]
         if calls:
             self._access.run(unit, _TOUCH, calls, end)
@@ -210,7 +210,7 @@ class RedisIndex:
     ) -> list[Freed]:
         end = self._write_until(timeout_s)
         freed: list[Freed] = []
-        for part in batches(len(blocks), 16 * BATCH):
+        for part in batches(len(blocks), 64 * WRITE_BATCH):
             freed += self._remove(geometry, blocks[part], end)
         return freed
 
@@ -220,7 +220,7 @@ class RedisIndex:
         name = geometry.id_bytes
         calls = [
             (name, b"".join(_PAIR.pack(*pair) for pair in blocks[part]))
-            for part in batches(len(blocks))
+            for part in batches(len(blocks), WRITE_BATCH)
         ]
         replies = self._access.run(geometry.unit, _REMOVE, calls, end) or []
         return [
@@ -267,7 +267,7 @@ class RedisIndex:
                 self._want(geometry_id, segment, end)
             if unit is None or not doomed:
                 break
-            calls = [(b"".join(doomed[part]),) for part in batches(len(doomed))]
+            calls = [(b"".join(doomed[part]),) for part in batches(len(doomed), WRITE_BATCH)]
             for reply in self._access.run(unit, _TAKE, calls, end) or []:
                 freed += freed_rows(reply)
         return freed

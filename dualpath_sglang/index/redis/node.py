@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from redis import exceptions
 from redis.exceptions import RedisError
 
 from dualpath_sglang.index.base import IndexUnavailableError
@@ -64,7 +65,8 @@ class Node:
                 replies = link.exchange(commands, deadline)
             except (RedisError, OSError) as error:
                 link.close()
-                self.drop_links()
+                if not isinstance(error, (exceptions.TimeoutError, TimeoutError)):
+                    self.drop_links()  # the others have ended as well
                 raise explained(error, self.name, sent=True) from None
             except BaseException:
                 link.close()
@@ -77,6 +79,8 @@ class Node:
                 self._breaker.succeeded()
             else:
                 self._breaker.failed()
+                if self._breaker.is_open:  # connections may be dead without saying so
+                    self.drop_links()
 
     def drop_links(self) -> None:
         """Use none of the connections again: nobody answers there, or the wrong one does."""

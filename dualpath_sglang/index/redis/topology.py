@@ -96,7 +96,7 @@ class _OneNode:
         )
 
     def doubt(self, node: Node) -> None:
-        node.drop_links()
+        """Sentinels are asked whenever a connection is made."""
 
     def close(self) -> None:
         self._node.close()
