@@ -1,10 +1,11 @@
-"""Why the embedded index is LMDB: the same operations on it, on bare LMDB and on SQLite.
+"""What the indexes cost, and why the embedded one is LMDB: the same on bare LMDB and on SQLite.
 
 ``python -m bench.index --json FILE``. Rows: {index, op, n, p50_ms, p99_ms, per_s, bytes_per_block}.
 
 | index | what it is |
 |---|---|
 | ``embedded`` | ours: blocks, units, order of use and children, guarded against damage |
+| ``redis`` | ours in a ``redis-server`` of this machine, begun by the bench; bytes of memory |
 | ``lmdb`` | one LMDB table from key to placement: what the library itself costs |
 | ``sqlite`` | rows by 56-byte key ``WITHOUT ROWID``, one prepared SELECT a key |
 | ``sqlite_in`` | the same table, ``IN`` lists of 500 keys |
@@ -48,8 +49,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench.local_redis import LocalRedis
 from bench.measure import median, percentile, write_rows
-from dualpath_sglang.index import EmbeddedIndex, Record
+from dualpath_sglang.index import EmbeddedIndex, Index, Record
 from dualpath_storage import NO_PARENT, Geometry, Placement
 
 BATCH = 128
@@ -87,11 +89,11 @@ class Candidate(Protocol):
     def close(self) -> None: ...
 
 
-class Embedded:
-    """Our index."""
+class Ours:
+    """Our interface as this bench asks it."""
 
-    def __init__(self, path: Path) -> None:
-        self._index = EmbeddedIndex(path)
+    def __init__(self, index: Index) -> None:
+        self._index = index
 
     def publish(self, records: Sequence[Record]) -> None:
         assert all(self._index.publish(GEOMETRY, records, _TIMEOUT_S))
@@ -111,6 +113,30 @@ class Embedded:
 
     def close(self) -> None:
         self._index.close()
+
+
+class Embedded(Ours):
+    """Our index in a file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(EmbeddedIndex(path))
+
+
+class Redis(Ours):
+    """Our index in a server of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self._server = LocalRedis(path.with_name("redis"))
+        super().__init__(self._server.open_index(_TIMEOUT_S))
+        self._empty_bytes = self._server.used_bytes()
+
+    def stored_bytes(self) -> int:
+        """Memory that the server needs for what is in it."""
+        return self._server.used_bytes() - self._empty_bytes
+
+    def close(self) -> None:
+        super().close()
+        self._server.close()
 
 
 class BareLmdb:
@@ -274,6 +300,7 @@ class SqliteRowid(Sqlite):
 
 CANDIDATES: dict[str, Callable[[Path], Candidate]] = {
     "embedded": Embedded,
+    "redis": Redis,
     "lmdb": BareLmdb,
     "sqlite": Sqlite,
     "sqlite_in": SqliteIn,
@@ -288,7 +315,7 @@ class Row:
     Args:
         n: keys of one call.
         per_s: keys a second, at the median.
-        bytes_per_block: file bytes a block, with all blocks in it.
+        bytes_per_block: bytes of file or memory a block, with all blocks in it.
     """
 
     index: str
@@ -342,7 +369,11 @@ def measure(name: str, path: Path, blocks: int, counts: Sequence[int], calls: in
     for chain in known:
         for i in range(0, len(chain), BATCH):
             index.publish(chain[i : i + BATCH])
-    bytes_per_block = sum(f.stat().st_size for f in path.parent.glob(path.name + "*")) / blocks
+    if isinstance(index, Redis):
+        stored = index.stored_bytes()
+    else:
+        stored = sum(f.stat().st_size for f in path.parent.glob(path.name + "*"))
+    bytes_per_block = stored / blocks
     for chain in chains(calls * BATCH, "new"):
         for i in range(0, len(chain), BATCH):
             part = chain[i : i + BATCH]
@@ -386,11 +417,14 @@ def main(
         Path | None, typer.Option("--dir", help="where the files are put; default: here")
     ] = None,
 ) -> None:
-    """Measure candidates for the embedded index."""
+    """Measure our indexes, and candidates for the embedded one."""
     progress = Console(stderr=True)
     names = indexes.split(",")
     if unknown := [name for name in names if name not in CANDIDATES]:
         raise typer.BadParameter(f"no index {unknown[0]}; there are {', '.join(CANDIDATES)}")
+    if "redis" in names and not LocalRedis.installed():
+        names.remove("redis")
+        progress.print("redis is left out: redis-server or the package redis is not installed")
     counts = [n for n in (256, 2048, 16384) if n <= blocks]
     rows: list[Row] = []
     root = directory or Path(__file__).resolve().parents[1]

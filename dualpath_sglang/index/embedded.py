@@ -25,6 +25,7 @@ from dualpath_sglang.index.base import (
     Record,
 )
 from dualpath_sglang.index.environment import Environment
+from dualpath_sglang.index.passes import most_passes
 from dualpath_sglang.index.rows import (
     BLOCK,
     FORMAT,
@@ -43,8 +44,6 @@ from dualpath_storage import NO_PARENT, Geometry, Placement, Slot
 
 _BATCH = 4096  # rows changed in one transaction at the most
 _GUARD_EVERY = 1024  # rows read between two looks at the file
-_MIN_PASSES, _PASS_SHARE, _MAX_PASSES = 32, 8, 1024
-"""Leaves that an eviction passes over for those it prefers: a share of all."""
 
 
 def boot_id() -> bytes:
@@ -303,8 +302,7 @@ class EmbeddedIndex:
     ) -> list[Freed]:
         freed: list[Freed] = []
         got, at = 0, b""
-        leaves = txn.stat(self._lru)["entries"]
-        passes = min(_MAX_PASSES, max(_MIN_PASSES, leaves // _PASS_SHARE))
+        passes = most_passes(txn.stat(self._lru)["entries"])
         while got < need_bytes and len(freed) < _BATCH:
             name, passes = self._oldest(txn, at, stay, prefer, passes)
             if not name:

@@ -1,14 +1,37 @@
-"""Indexes of their own files, and children to share them with."""
+"""Indexes of their own files and names, and children to share them with."""
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
-from dualpath_sglang.index import EmbeddedIndex
+from dualpath_sglang.index import EmbeddedIndex, Index
+from dualpath_sglang.index.redis import RedisSettings, open_redis_index
+from tests.index.records import FOREVER_S
+from tests.support.redis_server import RedisServer
 from tests.support.zygote import Zygote, zygote
+
+KINDS = ("embedded", "redis")
+
+
+class CheckedIndex(Index, Protocol):
+    """An index that can look at itself."""
+
+    def check(self) -> None:
+        """Raises IndexDamagedError when one row contradicts another."""
+        ...
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    """A server that no test may harm; every test has a store of its own in it."""
+    with RedisServer() as server:
+        yield server
 
 
 @pytest.fixture
@@ -16,22 +39,28 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "index.lmdb"
 
 
+@pytest.fixture(params=KINDS)
+def open_index(request: pytest.FixtureRequest, path: Path) -> Iterator[Callable[[], CheckedIndex]]:
+    """`open_index()`: the index of this test's store, closed after the test."""
+    store = secrets.token_hex(8)
+    with contextlib.ExitStack() as opened:
+
+        def make() -> CheckedIndex:
+            index: CheckedIndex
+            if request.param == "embedded":
+                index = EmbeddedIndex(path)
+            else:
+                server: RedisServer = request.getfixturevalue("redis_server")
+                settings = RedisSettings.parse(server.url)
+                index = open_redis_index(settings, store, lookup_timeout_s=FOREVER_S)
+            opened.callback(index.close)
+            return index
+
+        yield make
+
+
 @pytest.fixture
-def open_index(path: Path) -> Iterator[Callable[[], EmbeddedIndex]]:
-    """`open_index()`: the index of this test's file, closed after the test."""
-    opened: list[EmbeddedIndex] = []
-
-    def make() -> EmbeddedIndex:
-        opened.append(EmbeddedIndex(path))
-        return opened[-1]
-
-    yield make
-    for index in opened:
-        index.close()
-
-
-@pytest.fixture
-def index(open_index: Callable[[], EmbeddedIndex]) -> EmbeddedIndex:
+def index(open_index: Callable[[], CheckedIndex]) -> CheckedIndex:
     return open_index()
 
 

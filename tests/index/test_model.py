@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 from unittest import mock
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
-from dualpath_sglang.index import EmbeddedIndex, Freed, Record, embedded
+from dualpath_sglang.index import EmbeddedIndex, Freed, Record, embedded, passes
+from dualpath_sglang.index.redis import RedisSettings, evicting, open_redis_index
+from dualpath_sglang.index.redis.index import RedisIndex
 from dualpath_storage import NO_PARENT, Geometry, Placement, Slot
+from tests.index.conftest import CheckedIndex
 from tests.index.records import FOREVER_S, INDEXER, KV, OTHER
 from tests.support.blocks import key
+from tests.support.redis_server import RedisServer
 
 GEOMETRIES = [KV, INDEXER, OTHER]
 KEYS = [key(i) for i in range(12)]
@@ -36,15 +46,12 @@ class Unit:
 class Model(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.directory = Path(tempfile.mkdtemp(prefix="dualpath-index-"))
-        self.path = self.directory / "index.lmdb"
         self.clock = 1000
         self.patch = contextlib.ExitStack()
-        clock = mock.patch.object(embedded.time, "time_ns", lambda: self.clock * 1000)
-        self.patch.enter_context(clock)
         for name, value in (("_MIN_PASSES", 2), ("_PASS_SHARE", 4)):
-            self.patch.enter_context(mock.patch.object(embedded, name, value))
-        self.index = EmbeddedIndex(self.path)
+            self.patch.enter_context(mock.patch.object(passes, name, value))
+        self.set_up()
+        self.index = self.open()
         self.blocks: dict[tuple[UnitKey, bytes], Placement] = {}
         self.units: dict[UnitKey, Unit] = {}
         self.freed: dict[tuple[bytes, Slot], int] = {}
@@ -54,7 +61,13 @@ class Model(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.index.close()
         self.patch.close()
-        shutil.rmtree(self.directory)
+
+    def set_up(self) -> None:
+        """Make what :meth:`open` needs; undone by ``self.patch``."""
+        raise NotImplementedError
+
+    def open(self) -> CheckedIndex:
+        raise NotImplementedError
 
     # -- what the model knows ---------------------------------------------------------------
 
@@ -67,8 +80,14 @@ class Model(RuleBasedStateMachine):
         found = [name for name in self.units if self.is_leaf(name)]
         return sorted(found, key=lambda name: (self.units[name].used, name[0] + name[1]))
 
-    def now(self) -> int:
-        return max(self.clock, max((self.units[n].used for n in self.leaves()), default=0) + 1)
+    def ordered_with(self, unit: bytes) -> list[UnitKey]:
+        """The leaves whose order of use a new use must be the last of."""
+        del unit
+        return self.leaves()
+
+    def now(self, unit: bytes) -> int:
+        uses = (self.units[name].used for name in self.ordered_with(unit))
+        return max(self.clock, max(uses, default=0) + 1)
 
     def use(self, name: UnitKey, when: int, parent: bytes = NO_PARENT) -> None:
         unit = self.units.setdefault(name, Unit(when, parent))
@@ -114,7 +133,7 @@ class Model(RuleBasedStateMachine):
             records.append(
                 Record(name, before, Placement(slot.segment, slot.slot, self.generation))
             )
-        now = self.now() + len(records)
+        now = self.now(geometry.unit) + len(records)
         wanted = []
         for record in records:
             new = ((geometry.unit, record.key), gid) not in self.blocks
@@ -145,7 +164,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(unit=st.sampled_from([KV.unit, OTHER.unit]), chain=st.lists(st.sampled_from(KEYS)))
     def touch(self, unit: bytes, chain: list[bytes]) -> None:
-        now = self.now() + len(chain)
+        now = self.now(unit) + len(chain)
         for i, name in enumerate(chain):
             if (unit, name) in self.units:
                 self.use((unit, name), now - i)
@@ -271,7 +290,7 @@ class Model(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         self.index.close()
-        self.index = EmbeddedIndex(self.path)
+        self.index = self.open()
 
     # -- what must hold ---------------------------------------------------------------------
 
@@ -313,6 +332,43 @@ class Model(RuleBasedStateMachine):
         assert self.index.segment_uses() == uses
 
 
-TestModel: Any = Model.TestCase
-TestModel.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
-TestModel.pytestmark = [pytest.mark.timeout(300)]
+class EmbeddedModel(Model):
+    def set_up(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="dualpath-index-"))
+        self.patch.callback(shutil.rmtree, self.directory)
+        clock = mock.patch.object(embedded.time, "time_ns", lambda: self.clock * 1000)
+        self.patch.enter_context(clock)
+
+    def open(self) -> CheckedIndex:
+        return EmbeddedIndex(self.directory / "index.lmdb")
+
+
+class RedisModel(Model):
+    server: ClassVar[RedisServer]
+
+    def set_up(self) -> None:
+        self.store = secrets.token_hex(8)
+        clock = mock.patch.object(RedisIndex, "_now", lambda _: self.clock)
+        self.patch.enter_context(clock)
+        self.patch.enter_context(mock.patch.object(evicting, "_SLACK_US", 0))
+
+    def open(self) -> CheckedIndex:
+        settings = RedisSettings.parse(self.server.url)
+        return open_redis_index(settings, self.store, lookup_timeout_s=FOREVER_S)
+
+    def ordered_with(self, unit: bytes) -> list[UnitKey]:
+        return [name for name in self.leaves() if name[0] == unit]
+
+
+_SETTINGS = settings(max_examples=25, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.timeout(300)
+def test_the_embedded_index_agrees_with_the_model() -> None:
+    run_state_machine_as_test(EmbeddedModel, settings=_SETTINGS)
+
+
+@pytest.mark.timeout(300)
+def test_the_redis_index_agrees_with_the_model(redis_server: RedisServer) -> None:
+    RedisModel.server = redis_server
+    run_state_machine_as_test(RedisModel, settings=_SETTINGS)

@@ -1,0 +1,5 @@
+-- Milliseconds by Redis' clock, which all nodes share.
+local function now_ms()
+  local time = redis.call('TIME')
+  return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+end
