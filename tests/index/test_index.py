@@ -136,6 +136,13 @@ def test_what_is_of_use_to_the_caller_goes_first_within_reason(
     assert freed.slot.segment == 1, "better than nothing"
 
 
+def test_what_was_passed_over_once_does_not_hide_what_follows(index: CheckedIndex) -> None:
+    for i, segment in enumerate([1, 1, 2, 2, 1, 2, 2]):
+        index.publish(KV, records([key(i)], segment=segment, slot=i), FOREVER_S)
+    freed = index.evict(ONE, 4, FOREVER_S, prefer={(KV.id_bytes, 2)})
+    assert [row.slot.slot for row in freed] == [2, 3, 5, 6]
+
+
 def test_what_is_promised_stays_and_all_that_it_descends_from(index: CheckedIndex) -> None:
     mine, other = chain("mine", 4), chain("other", 3)
     index.publish(KV, records(mine), FOREVER_S)
