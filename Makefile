@@ -13,10 +13,10 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow bench lint format clean
+.PHONY: help venv demo demo-cluster test test-slow bench lint format clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## create or update .venv: SGLang on CPU, this project, test tools
 
@@ -26,6 +26,9 @@ $(STAMP): $(STAMP_INPUTS)
 
 demo: $(STAMP) ## an agent session on a real server, killed and continued from storage
 	$(PY) -m examples.demo $(DEMO_ARGS)
+
+demo-cluster: $(STAMP) ## an agent session that moves between two servers with one Redis
+	$(PY) -m examples.demo_cluster $(DEMO_ARGS)
 
 test: $(STAMP) ## every test but the slow ones
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)

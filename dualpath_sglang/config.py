@@ -18,7 +18,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ByteSize,
+    Field,
+    SecretStr,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -27,6 +35,12 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from dualpath_sglang.index.redis.settings import (
+    PASSWORD_VARIABLE,
+    IndexAddressError,
+    RedisSettings,
+)
+from dualpath_sglang.index.source import EmbeddedSource, IndexSource, RedisSource
 from dualpath_sglang.streaming.options import StreamOptions
 from dualpath_storage.options import StoreOptions
 
@@ -118,7 +132,10 @@ _EXPECTED = {
     "namespace": "a text that is not empty",
     "model_id": "a text that is not empty",
     "weights_revision": "a text that is not empty",
-    "index": '"embedded", the only index of this version',
+    "index": '"embedded", or the address of a Redis such as "redis://host:6379"',
+    "index_password": "a text",
+    "index_password_file": "the path of a file",
+    "index_timeout_s": "a number of seconds above 0",
     "config_file": "the path of a TOML file",
     "stream_staging": 'a size of at least 64 KiB such as "256MiB"',
     "stream_queue_depth": "a whole number from 1 to 256",
@@ -130,6 +147,17 @@ _EXPECTED = {
     "stall_budget_s": "a number of seconds above 0",
     "lookup_wait_s": "a number of seconds above 0",
 }
+
+
+_SECRET = ("index", "index_password")
+"""Settings that may hold a password: never repeated."""
+
+
+def _index(value: str) -> str:
+    """Refuse an address now rather than when it is used; never with a word of its own."""
+    if value != "embedded":
+        RedisSettings.parse(value, environ={})  # its error is a ValueError
+    return value
 
 
 class DualPathConfig(BaseSettings):
@@ -149,7 +177,11 @@ class DualPathConfig(BaseSettings):
         namespace: the operator's name for a tenant; nothing is shared across namespaces.
         model_id: stands for the model's configuration in the identity of blocks.
         weights_revision: stands for the fingerprint of the weights in the identity of blocks.
-        index: where the metadata lives.
+        index: where the metadata lives: ``embedded`` is a file beside the store, for one machine;
+            the address of a Redis, for all that have the store mounted.
+        index_password: of Redis; better from the environment than from a command line.
+        index_password_file: the first line of this file is the password.
+        index_timeout_s: how long Redis may take to answer a lookup, for each 1024 pages.
         config_file: TOML file with any of these settings.
 
     Streaming mode alone:
@@ -186,7 +218,10 @@ class DualPathConfig(BaseSettings):
     namespace: Annotated[str, Field(min_length=1)] = "default"
     model_id: Annotated[str, Field(min_length=1)] | None = None
     weights_revision: Annotated[str, Field(min_length=1)] | None = None
-    index: Literal["embedded"] = "embedded"
+    index: Annotated[str, AfterValidator(_index)] = "embedded"
+    index_password: SecretStr | None = None
+    index_password_file: Path | None = None
+    index_timeout_s: Seconds = 0.005
     config_file: Path | None = None
     stream_staging: Annotated[Size, Field(ge=64 << 10)] = 256 << 20
     stream_queue_depth: Annotated[int, Field(ge=1, le=256)] = 8
@@ -258,6 +293,22 @@ class DualPathConfig(BaseSettings):
             read_only=self.read_only,
         )
 
+    def index_source(self) -> IndexSource:
+        """The same, as the cache takes it.
+
+        Raises:
+            ConfigError: the address of the index, or what it names, cannot be used.
+        """
+        if self.index == "embedded":
+            return EmbeddedSource()
+        secret = self.index_password
+        environ = {} if secret is None else {PASSWORD_VARIABLE: secret.get_secret_value()}
+        try:
+            settings = RedisSettings.parse(self.index, self.index_password_file, environ)
+        except IndexAddressError as error:
+            raise ConfigError(str(error)) from None
+        return RedisSource(settings, self.index_timeout_s)
+
     def stream_options(self) -> StreamOptions:
         """The same, as the streamer takes it."""
         return StreamOptions(
@@ -298,12 +349,16 @@ def _check_file(file: Any) -> None:
 
 
 def _expected(name: str, value: object) -> str:
+    if name in _SECRET:
+        return f'DualPath\'s setting "{name}" must be {_EXPECTED[name]}.'
     return f'DualPath\'s setting "{name}" must be {_EXPECTED[name]}, not {value!r}.'
 
 
 def _sentence(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0]) if first["loc"] else ""
+    if name == "index" and "ctx" in first:
+        return str(first["ctx"]["error"])
     if name not in _EXPECTED:
         return f"DualPath cannot use its settings: {first['msg']}."
     return _expected(name, first["input"])

@@ -76,7 +76,7 @@ class DualPathStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untype
         self._noted: set[str] = set()
         self._suspended = False
         # Last: whatever failed before has left nothing behind.
-        self._cache = KVCache(options)
+        self._cache = KVCache(options, index=config.index_source())
         self._metrics = Metrics(
             "hicache", int(storage_config.tp_rank), enabled=storage_config.enable_storage_metrics
         )

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from dualpath_sglang.evictor import Evictor
-from dualpath_sglang.index import Index, IndexUnavailableError
+from dualpath_sglang.index import Index, IndexMisconfiguredError, IndexUnavailableError
 from dualpath_sglang.index.keeper import IndexKeeper
-from dualpath_sglang.index.recovery import open_index
+from dualpath_sglang.index.source import EmbeddedSource, IndexSource
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.promises import Promises
 from dualpath_sglang.reader import ReadBatch, Reader
@@ -56,13 +56,20 @@ class KVCache:
 
     Args:
         options: where and how.
+        index: where the metadata lives; a file beside the store by default.
         backend: how to reach the files, when not as the options say.
 
     Raises:
         StoreError: the root cannot be used as asked.
     """
 
-    def __init__(self, options: StoreOptions, backend: Backend | None = None) -> None:
+    def __init__(
+        self,
+        options: StoreOptions,
+        backend: Backend | None = None,
+        *,
+        index: IndexSource | None = None,
+    ) -> None:
         self.options = options
         self.root = options.root
         try:
@@ -80,6 +87,7 @@ class KVCache:
             )
         except OSError as error:
             raise StoreError(f"The store's root {self.root} cannot be used: {error}.") from error
+        self._source = index or EmbeddedSource()
         self._space = Space(options)
         self._counters = Counters()
         self._pools: dict[str, Pool] = {}
@@ -102,7 +110,12 @@ class KVCache:
         self._readers = Workers(options.io_threads, "dualpath-read")
         self._writers = Workers(options.io_threads, "dualpath-write")
         self._keeper = IndexKeeper(self.root, self._open_index, self._settle)
-        self._keeper.ensure()
+        try:
+            self._keeper.begin()
+        except IndexMisconfiguredError as error:
+            self._readers.close()
+            self._writers.close()
+            raise StoreError(f"The index of {self.root} cannot be used: {error}.") from error
         self._stop = threading.Event()
         self._upkeep = threading.Thread(
             target=self._upkeep_loop, name="dualpath-upkeep", daemon=True
@@ -327,8 +340,8 @@ class KVCache:
         batch = self._writer.batch(keys, pieces, parent, deadline)
         if pool.writer and keys:
             self._has_written = True
-            with self._index_or_none() as index:
-                if index is not None:
+            with self._keeper.guarded(None if self._hangs() else self._keeper.index) as index:
+                if not self._stalled:
                     self._writer.write(pool, index, batch)
         for name in WriteResult:
             field = "written" if name is WriteResult.STORED else name.value
@@ -428,6 +441,7 @@ class KVCache:
             with self._index_or_none() as index:
                 if index is None or self.options.read_only:
                     return
+                self._writer.publish_late(index, timeout_s)
                 for unit, chain in touches:
                     index.touch(unit, chain, timeout_s)
                 for pool in self._attached():
@@ -449,7 +463,9 @@ class KVCache:
         read_only = self.options.read_only
         if not read_only:
             self.root.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
-        return open_index(self.root, self.stores, read_only=read_only, timeout_s=_OPEN_TIMEOUT_S)
+        return self._source.open(
+            self.root, self.stores, read_only=read_only, timeout_s=_OPEN_TIMEOUT_S
+        )
 
     def _settle(self, index: Index) -> None:
         for pool in self._attached():

@@ -109,7 +109,7 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         self._noted: set[str] = set()
         self._suspended = False
         self._metrics = Metrics("streaming", rank.tp[0], enabled=bool(params.enable_metrics))
-        self._cache = KVCache(options)
+        self._cache = KVCache(options, index=config.index_source())
         try:
             self._stored: dict[str, Pool] = {}
             for pool in described.pools:

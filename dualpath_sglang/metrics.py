@@ -165,6 +165,7 @@ class Metrics:
         outcomes = {
             "read": stats.hit_blocks,
             "written": stats.written_blocks,
+            "pending": stats.pending_blocks,
             "present": stats.present_blocks,
             "dropped": stats.dropped_blocks,
             "failed": stats.failed_blocks,

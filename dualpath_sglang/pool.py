@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from dualpath_sglang.evictor import Evictor
 from dualpath_sglang.index import Freed, Index, Record
@@ -31,6 +32,19 @@ _ROUNDS_BEFORE_RECLAIM = 1
 _VERIFY_BYTES = 32 << 20
 _ADOPT_EVERY_S = 5.0
 _CLEAN_BATCH = 256
+
+
+@dataclass(slots=True)
+class Claim:
+    """Keys that one writer of this process writes, and no other.
+
+    Args:
+        mine: all of them.
+        kept: those that stay claimed when the writer is done, until :meth:`Pool.end_claim`.
+    """
+
+    mine: set[bytes]
+    kept: set[bytes] = field(default_factory=set)
 
 
 class Pool:
@@ -122,22 +136,36 @@ class Pool:
             if not evictor.reclaim(index, self.geometry, owned, deadline, keep=keep):
                 break
 
+    def free_room(self, count: int, generation: int, deadline: float) -> list[Slot]:
+        """Up to ``count`` slots that nobody has to make way for, while there is no index."""
+        slots = self.store.slots.take(count, generation)
+        while len(slots) < count and self.store.files.add(max(0.0, deadline - time.monotonic())):
+            slots += self.store.slots.take(count - len(slots), generation)
+        return slots
+
     @contextmanager
-    def claim(self, keys: Sequence[bytes], generation: int) -> Iterator[set[bytes]]:
+    def claim(self, keys: Sequence[bytes], generation: int) -> Iterator[Claim]:
         """The keys that no other thread of this process is writing now, for the caller to write.
 
         Slots taken for ``generation`` count as being written until the end of the context.
         """
         with self._lock:
-            mine = set(keys) - self._writing
-            self._writing |= mine
+            claim = Claim(set(keys) - self._writing)
+            self._writing |= claim.mine
             self._generations.add(generation)
         try:
-            yield mine
+            yield claim
         finally:
             with self._lock:
-                self._writing -= mine
-                self._generations.discard(generation)
+                self._writing -= claim.mine - claim.kept
+                if not claim.kept:
+                    self._generations.discard(generation)
+
+    def end_claim(self, keys: Sequence[bytes], generation: int) -> None:
+        """Give up the keys that a claim has kept."""
+        with self._lock:
+            self._writing -= set(keys)
+            self._generations.discard(generation)
 
     def take_back(self, freed: Sequence[Freed]) -> None:
         """Note freed slots of own segments as reusable."""

@@ -25,6 +25,7 @@ class CacheStats:
     written_blocks: int = 0
     written_bytes: int = 0
     write_s: float = 0.0
+    pending_blocks: int = 0
     present_blocks: int = 0
     dropped_blocks: int = 0
     failed_blocks: int = 0

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from dualpath_sglang.evictor import Evictor
-from dualpath_sglang.index import Index, Record
-from dualpath_sglang.pool import Pool
+from dualpath_sglang.index import Index, IndexUnavailableError, Record
+from dualpath_sglang.pool import Claim, Pool
+from dualpath_sglang.unpublished import Unpublished
 from dualpath_storage import NO_PARENT, Pieces, Placement, Slot, WriteItem, WriteStatus
 
 
@@ -18,6 +22,8 @@ class WriteResult(enum.Enum):
     """What became of a block that was to be written."""
 
     STORED = "stored"
+    PENDING = "pending"
+    """Stored while the index does not answer, and findable once it does again."""
     PRESENT = "present"
     DROPPED = "dropped"
     """Left out on purpose: no room, read-only, or the store does not answer now."""
@@ -74,6 +80,8 @@ class Writer:
     def __init__(self, evictor: Evictor, *, durable: bool) -> None:
         self._evictor = evictor
         self._durable = durable
+        self._late = Unpublished()
+        self._owner = secrets.token_hex(8)
         self._generation = 0
         self._lock = threading.Lock()
 
@@ -85,29 +93,76 @@ class Writer:
             self._generation = max(self._generation + 1, time.time_ns())
             return Batch(keys, pieces, parent or NO_PARENT, self._generation, deadline)
 
-    def write(self, pool: Pool, index: Index, batch: Batch) -> None:
+    def write(self, pool: Pool, index: Index | None, batch: Batch) -> None:
         """Store what is missing, and note in the batch what became of each block.
 
         Raises:
-            IndexUnavailableError: the index cannot answer now; what is not stored is dropped.
+            IndexUnavailableError: the index did not answer; what is stored all the same is PENDING.
         """
-        with pool.claim(batch.keys, batch.generation) as mine:
-            places = index.lookup(pool.geometry, batch.keys)
+        with pool.claim(batch.keys, batch.generation) as claim:
+            places: list[Placement | None] = [None] * len(batch.keys)
+            away: IndexUnavailableError | None = None
+            if index is not None:
+                try:
+                    places = index.lookup(pool.geometry, batch.keys)
+                except IndexUnavailableError as error:
+                    index, away = None, error
             missing: dict[bytes, int] = {}
             for i, key in enumerate(batch.keys):
-                if places[i] is not None or key not in mine or key in missing:
+                if places[i] is not None or key not in claim.mine or key in missing:
                     batch.results[i] = WriteResult.PRESENT
                 else:
                     missing[key] = i
-            if missing:
-                self._write(pool, index, batch, list(missing.values()))
+            if missing and index is not None:
+                with self._claimed(pool, index, batch, missing):
+                    if missing:
+                        self._write(pool, index, batch, list(missing.values()), claim)
+            elif missing:
+                self._write(pool, None, batch, list(missing.values()), claim)
+        if away is not None:
+            raise away
 
-    def _write(self, pool: Pool, index: Index, batch: Batch, missing: Sequence[int]) -> None:
-        parent = batch.parent_of(missing[0])
-        slots = pool.make_room(
-            len(missing), batch.generation, parent, index, self._evictor, batch.deadline
-        )
+    @contextmanager
+    def _claimed(
+        self, pool: Pool, index: Index, batch: Batch, missing: dict[bytes, int]
+    ) -> Iterator[None]:
+        """Leave out what another process is writing now, and keep it from writing the rest."""
+        keys = list(missing)
+        with contextlib.suppress(IndexUnavailableError):  # a claim only saves work
+            flags = index.claim(pool.geometry, keys, self._owner, batch.left_s)
+            for key, mine in zip(keys, flags, strict=True):
+                if not mine:
+                    batch.results[missing.pop(key)] = WriteResult.PRESENT
+        try:
+            yield
+        finally:
+            with contextlib.suppress(IndexUnavailableError):  # it expires
+                index.release(pool.geometry, list(missing), self._owner)
+
+    def publish_late(self, index: Index, timeout_s: float) -> int:
+        """Publish what is PENDING; how many blocks were.
+
+        Raises:
+            IndexUnavailableError: the index does not answer yet.
+        """
+        return self._late.publish(index, timeout_s)
+
+    @property
+    def pending(self) -> int:
+        """Blocks that are stored and wait for the index."""
+        return self._late.count
+
+    def _write(
+        self,
+        pool: Pool,
+        index: Index | None,
+        batch: Batch,
+        missing: Sequence[int],
+        claim: Claim,
+    ) -> None:
+        slots = self._room(pool, index, batch, missing)
         taken = [(slot, batch.generation) for slot in slots]
+        away: IndexUnavailableError | None = None
         try:
             items = [
                 WriteItem(
@@ -119,18 +174,54 @@ class Writer:
                 for i, slot in zip(missing, slots, strict=False)  # there may be fewer slots
             ]
             written = self._write_items(pool, items, batch.deadline)
-            new = self._publish(pool, index, items, written, batch.left_s)
+            records = [
+                Record(item.key, item.parent, item.placement)
+                for item, status in zip(items, written, strict=True)
+                if status is WriteStatus.OK
+            ]
+            new: set[bytes] = set()
+            if index is not None:
+                try:
+                    new = self._publish(pool, index, records, batch.left_s)
+                except IndexUnavailableError as error:
+                    index, away = None, error
+            if index is None:
+                claim.kept = self._publish_later(pool, records, batch.generation)
         except BaseException:
             pool.store.slots.release(taken, dirty=True)
             raise
         for i, item, status in zip(missing, items, written, strict=False):
-            if item.key in new:
-                batch.results[i] = WriteResult.STORED
+            if item.key in new or item.key in claim.kept:
+                late = item.key in claim.kept
+                batch.results[i] = WriteResult.PENDING if late else WriteResult.STORED
                 continue
             batch.results[i] = _UNPUBLISHED.get(status, WriteResult.FAILED)
+            if status is WriteStatus.OK and index is None:
+                batch.results[i] = WriteResult.DROPPED
             if status is not WriteStatus.IO_ERROR:  # what the device refuses is not used again
                 slot = Slot(item.placement.segment, item.placement.slot)
                 pool.store.slots.free(slot, batch.generation, dirty=True)
+        if away is not None:
+            raise away
+
+    def _room(
+        self, pool: Pool, index: Index | None, batch: Batch, missing: Sequence[int]
+    ) -> list[Slot]:
+        if index is not None:
+            parent = batch.parent_of(missing[0])
+            with contextlib.suppress(IndexUnavailableError):
+                return pool.make_room(
+                    len(missing), batch.generation, parent, index, self._evictor, batch.deadline
+                )
+        count = min(len(missing), max(0, self._late.room))
+        return pool.free_room(count, batch.generation, batch.deadline)
+
+    def _publish_later(self, pool: Pool, records: Sequence[Record], generation: int) -> set[bytes]:
+        """The keys for which there is room."""
+        records = records[: max(0, self._late.room)]
+        if records:
+            self._late.add(pool, records, generation)
+        return {record.key for record in records}
 
     def _write_items(
         self, pool: Pool, items: Sequence[WriteItem], deadline: float
@@ -148,17 +239,8 @@ class Writer:
 
     @staticmethod
     def _publish(
-        pool: Pool,
-        index: Index,
-        items: Sequence[WriteItem],
-        written: Sequence[WriteStatus],
-        timeout_s: float,
+        pool: Pool, index: Index, records: Sequence[Record], timeout_s: float
     ) -> set[bytes]:
-        records = [
-            Record(item.key, item.parent, item.placement)
-            for item, status in zip(items, written, strict=True)
-            if status is WriteStatus.OK
-        ]
         if not records:
             return set()
         published = index.publish(pool.geometry, records, timeout_s)

@@ -337,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.turns < 2:
         parser.error("a session that is interrupted has at least 2 turns")
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)  # so that the server is not left running
+        signal.signal(number, interrupted)  # so that the server is not left running
     began = time.monotonic()
     try:
         with working_directory(options.keep) as directory:
@@ -359,7 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _interrupt(number: int, frame: Any) -> None:
+def interrupted(number: int, frame: Any) -> None:
     del frame
     raise KeyboardInterrupt(signal.Signals(number).name)
 

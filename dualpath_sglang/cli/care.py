@@ -31,10 +31,9 @@ from dualpath_sglang.cli.shared import (
     say,
     size,
 )
-from dualpath_sglang.index.recovery import rebuild
+from dualpath_sglang.index import IndexUnavailableError
 from dualpath_sglang.kvcache import KVCache
 from dualpath_storage import Geometry, StoreError
-from dualpath_storage.locks import file_lock
 
 _OPEN_LOCK_S = 60.0
 
@@ -197,10 +196,10 @@ def scan(
     with opened(config, write=False, verbose=verbose) as cache:
         if config.read_only:
             raise StoreError("The configuration says read_only, so nothing is changed")
-        with file_lock(cache.root / ".open", _OPEN_LOCK_S) as held:
-            if not held:
-                raise StoreError("Another process is opening the index; try again")
-            rebuild(cache.root, cache.stores())
+        try:
+            config.index_source().rebuild(cache.root, cache.stores, timeout_s=_OPEN_LOCK_S)
+        except IndexUnavailableError as error:
+            raise StoreError(str(error)) from error
     with opened(config, write=False, verbose=verbose) as cache:
         counts = cache.index.counts()
         geometries: list[dict[str, Any]] = [

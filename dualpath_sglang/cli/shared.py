@@ -22,7 +22,6 @@ from rich.table import Table
 
 from dualpath_sglang.config import ConfigError, DualPathConfig
 from dualpath_sglang.index import IndexUnavailableError
-from dualpath_sglang.index.recovery import INDEX_FILE
 from dualpath_sglang.kvcache import KVCache
 from dualpath_storage import StoreError
 from dualpath_storage.paths import geometry_directories
@@ -120,7 +119,7 @@ def store_root(config: DualPathConfig) -> Path:
     root = config.root.expanduser().absolute()
     if not root.is_dir():
         raise StoreError(f"There is no store at {root}")
-    if not (root / INDEX_FILE).exists() and not geometry_directories(root):
+    if not config.index_source().exists(root) and not geometry_directories(root):
         raise StoreError(f"{root} is a directory, but no store of DualPath")
     return root
 
@@ -141,7 +140,7 @@ def opened(config: DualPathConfig, *, write: bool, verbose: bool) -> Iterator[KV
     if write and config.read_only:
         raise StoreError("The configuration says read_only, so nothing is changed")
     options = replace(config.store_options(), root=root, read_only=not write)
-    with KVCache(options) as cache:
+    with KVCache(options, index=config.index_source()) as cache:
         yield cache
 
 

@@ -7,6 +7,7 @@ from dualpath_sglang.index.base import (
     Freed,
     Index,
     IndexDamagedError,
+    IndexMisconfiguredError,
     IndexUnavailableError,
     Record,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "Freed",
     "Index",
     "IndexDamagedError",
+    "IndexMisconfiguredError",
     "IndexUnavailableError",
     "Record",
 ]

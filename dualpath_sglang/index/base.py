@@ -51,6 +51,10 @@ class IndexDamagedError(IndexUnavailableError):
     """The index is gone, cut short or not an index: it must be rebuilt from the store."""
 
 
+class IndexMisconfiguredError(IndexUnavailableError):
+    """The index is set up so that it cannot be relied on; only its operator can help."""
+
+
 class Index(Protocol):
     """One interface for all implementations. All may raise :class:`IndexUnavailableError`."""
 
@@ -66,6 +70,19 @@ class Index(Protocol):
 
     def prefix(self, geometry: Geometry, keys: Sequence[bytes]) -> int:
         """Length of the leading run of keys that are present. One round trip."""
+        ...
+
+    def claim(
+        self, geometry: Geometry, keys: Sequence[bytes], owner: str, ttl_s: float
+    ) -> list[bool]:
+        """Say that blocks are about to be written; False where another process does so already.
+
+        It only saves writing a block twice, and ends after ``ttl_s`` seconds by itself.
+        """
+        ...
+
+    def release(self, geometry: Geometry, keys: Sequence[bytes], owner: str) -> None:
+        """End the claims that ``owner`` has on these."""
         ...
 
     def publish(

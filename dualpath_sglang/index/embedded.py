@@ -173,6 +173,16 @@ class EmbeddedIndex:
 
     # -- writing ----------------------------------------------------------------------------
 
+    def claim(
+        self, geometry: Geometry, keys: Sequence[bytes], owner: str, ttl_s: float
+    ) -> list[bool]:
+        """Always: on one machine two writers of one block are rare, and a turn to write is not."""
+        del geometry, owner, ttl_s
+        return [True] * len(keys)
+
+    def release(self, geometry: Geometry, keys: Sequence[bytes], owner: str) -> None:
+        """Nothing was claimed."""
+
     def publish(
         self, geometry: Geometry, records: Sequence[Record], timeout_s: float
     ) -> list[bool]:

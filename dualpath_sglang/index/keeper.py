@@ -8,7 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from dualpath_sglang.index.base import Index, IndexDamagedError, IndexUnavailableError
+from dualpath_sglang.index.base import (
+    Index,
+    IndexDamagedError,
+    IndexMisconfiguredError,
+    IndexUnavailableError,
+)
 from dualpath_storage.notices import Notices
 
 logger = logging.getLogger(__name__)
@@ -44,14 +49,27 @@ class IndexKeeper:
         """The index, or None while there is none."""
         return self._index
 
+    def begin(self) -> None:
+        """Open the index for the first time.
+
+        Raises:
+            IndexMisconfiguredError: it must not be used as it is set up.
+        """
+        self._open(first=True)
+
     def ensure(self) -> None:
         """Open the index if there is none; after a failure, not again for a while."""
         self._close_lost()
         if self._index is not None or time.monotonic() < self._retry_at:
             return
+        self._open(first=False)
+
+    def _open(self, *, first: bool) -> None:
         try:
             index = self._open_index()
         except (IndexUnavailableError, OSError) as error:
+            if first and isinstance(error, IndexMisconfiguredError):
+                raise
             logger.error("No index, so everything misses for now: %s", error)
         else:
             with self.guarded(index):

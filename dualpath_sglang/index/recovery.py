@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from dualpath_sglang.index.base import IndexDamagedError, IndexUnavailableError, Record
+from dualpath_sglang.index.base import Index, IndexDamagedError, IndexUnavailableError, Record
 from dualpath_sglang.index.check import sound
 from dualpath_sglang.index.embedded import EmbeddedIndex
 from dualpath_storage import BlockStore, Header, Placement, Slot
@@ -76,7 +76,7 @@ def rebuild(root: Path, stores: Iterable[BlockStore]) -> int:
     index = EmbeddedIndex(temporary)
     began = time.monotonic()
     try:
-        total = _fill(index, stores)
+        total = fill(index, stores)
     finally:
         index.close()
     # Whoever still has the old files open notices that they were replaced, and opens these.
@@ -89,7 +89,17 @@ def rebuild(root: Path, stores: Iterable[BlockStore]) -> int:
     return total
 
 
-def _fill(index: EmbeddedIndex, stores: Iterable[BlockStore]) -> int:
+def fill(
+    index: Index, stores: Iterable[BlockStore], go_on: Callable[[], None] = lambda: None
+) -> int:
+    """Publish every block whose header stands in the segments; the number of them.
+
+    Args:
+        go_on: called now and then; may raise.
+
+    Raises:
+        IndexUnavailableError: the index cannot be written.
+    """
     total = 0
     shown = time.monotonic()
     for store in stores:
@@ -100,8 +110,10 @@ def _fill(index: EmbeddedIndex, stores: Iterable[BlockStore]) -> int:
                 newest[header.key] = (slot, header)
             if time.monotonic() - shown > _PROGRESS_S:
                 shown = time.monotonic()
+                go_on()
                 logger.info("Rebuilding the index: %d blocks so far", total + len(newest))
         for batch in _batches(newest.values()):
+            go_on()
             index.publish(store.geometry, batch, timeout_s=60.0)
         total += len(newest)
     return total

@@ -15,6 +15,7 @@ from tests.support import blocks
 MIB = 1 << 20
 STORED, PRESENT = WriteResult.STORED, WriteResult.PRESENT
 DROPPED, FAILED = WriteResult.DROPPED, WriteResult.FAILED
+PENDING = WriteResult.PENDING
 
 
 class WrongBytesError(AssertionError):

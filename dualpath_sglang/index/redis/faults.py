@@ -7,11 +7,11 @@ import re
 
 from redis import exceptions
 
-from dualpath_sglang.index.base import IndexUnavailableError
+from dualpath_sglang.index.base import IndexMisconfiguredError, IndexUnavailableError
 
 
-class RedisMisconfiguredError(IndexUnavailableError):
-    """Redis is set up so that it cannot keep an index; only its operator can help."""
+class RedisMisconfiguredError(IndexMisconfiguredError):
+    """Redis is set up so that it cannot keep an index."""
 
 
 class UnansweredError(IndexUnavailableError):

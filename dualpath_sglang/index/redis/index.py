@@ -164,10 +164,19 @@ class RedisIndex:
 
     # -- writing ----------------------------------------------------------------------------
 
+    def claim(
+        self, geometry: Geometry, keys: Sequence[bytes], owner: str, ttl_s: float
+    ) -> list[bool]:
+        return self.cluster.claim(geometry, keys, owner, ttl_s)
+
+    def release(self, geometry: Geometry, keys: Sequence[bytes], owner: str) -> None:
+        self.cluster.release(geometry, keys, owner)
+
     def publish(
         self, geometry: Geometry, records: Sequence[Record], timeout_s: float
     ) -> list[bool]:
         end = self._write_until(timeout_s)
+        self._believe({(r.key, r.placement.generation) for r in records})
         parts = list(batches(len(records), WRITE_BATCH))
         # The children go first, and are used earlier than the parents that follow.
         calls = [
@@ -359,6 +368,18 @@ class RedisIndex:
                 self._doubts.popleft()
                 if time.monotonic() - since < _DOUBT_S:
                     self._doubts.append((since, geometry, pairs))
+
+    def _believe(self, again: set[tuple[bytes, int]]) -> None:
+        """What is published once more may have been published the first time."""
+        if self._doubts:
+            with self._settling:
+                kept = [
+                    (since, geometry, pairs)
+                    for since, geometry, pairs in self._doubts
+                    if again.isdisjoint(pairs)
+                ]
+                self._doubts.clear()
+                self._doubts.extend(kept)
 
     def check(self, timeout_s: float = 60.0) -> None:
         """Look at every row while nobody writes.
