@@ -1,4 +1,4 @@
-"""Metadata index: one interface, an embedded implementation."""
+"""Metadata index: one interface, an embedded implementation, and one in Redis (``.redis``)."""
 
 from __future__ import annotations
 

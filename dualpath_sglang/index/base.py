@@ -175,7 +175,7 @@ class Index(Protocol):
         ...
 
     def entries(self, geometry: Geometry | None = None) -> Iterator[Entry]:
-        """All rows, a consistent snapshot."""
+        """All rows. A snapshot, or else at least every row that stands all the while, once."""
         ...
 
     def counts(self) -> dict[bytes, int]:

@@ -17,6 +17,7 @@ import redis
 
 REDIS_SERVER = shutil.which("redis-server")
 START_S = 20.0
+_WITH_PARENT = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
 
 
 def free_port() -> int:
@@ -69,9 +70,11 @@ class RedisServer:
 
     def start(self) -> RedisServer:
         """Start it, or start it anew with nothing in it; it takes connections when this returns."""
-        command = [REDIS_SERVER, str(self._config), *(["--sentinel"] if self._sentinel else [])]
+        # Ended by the kernel should this process be killed.
+        command = [*_WITH_PARENT, REDIS_SERVER, str(self._config)]
+        command += ["--sentinel"] if self._sentinel else []
         with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)  # type: ignore[arg-type]
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
         end = time.monotonic() + START_S
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
