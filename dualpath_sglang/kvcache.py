@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 _OPEN_TIMEOUT_S = 120.0
 _ADOPT_TIMEOUT_S = 60.0
 _UPKEEP_EVERY_S = 1.0
+_AGREE_EVERY_S = 60.0
 _MAX_TOUCHES = 4096
 
 
@@ -107,6 +108,8 @@ class KVCache:
         self._has_written = False
         self._maintaining = threading.Lock()
         self._stalled = False
+        self._agreed_failures = 0
+        self._agree_at = float("-inf")
         self._readers = Workers(options.io_threads, "dualpath-read")
         self._writers = Workers(options.io_threads, "dualpath-write")
         self._keeper = IndexKeeper(self.root, self._open_index, self._settle)
@@ -117,6 +120,7 @@ class KVCache:
             self._writers.close()
             raise StoreError(f"The index of {self.root} cannot be used: {error}.") from error
         self._stop = threading.Event()
+        self._closed = False
         self._upkeep = threading.Thread(
             target=self._upkeep_loop, name="dualpath-upkeep", daemon=True
         )
@@ -341,7 +345,7 @@ class KVCache:
         if pool.writer and keys:
             self._has_written = True
             with self._keeper.guarded(None if self._hangs() else self._keeper.index) as index:
-                if not self._stalled:
+                if not self._stalled and not self._closed:
                     self._writer.write(pool, index, batch)
         for name in WriteResult:
             field = "written" if name is WriteResult.STORED else name.value
@@ -413,6 +417,7 @@ class KVCache:
         self._stop.set()
         self._upkeep.join(10.0)
         self.maintain()
+        self._closed = True
         self._readers.close()
         self._writers.close()
         for pool in self._attached():
@@ -439,9 +444,13 @@ class KVCache:
                 touches, self._touches = self._touches, []
             timeout_s = self.options.lookup_timeout_s
             with self._index_or_none() as index:
-                if index is None or self.options.read_only:
+                if index is None:
+                    return
+                index.upkeep()
+                if self.options.read_only:
                     return
                 self._writer.publish_late(index, timeout_s)
+                self._agree(index)
                 for unit, chain in touches:
                     index.touch(unit, chain, timeout_s)
                 for pool in self._attached():
@@ -450,7 +459,14 @@ class KVCache:
                 if self._has_written:  # tools that only look have no say in the capacity
                     self._evictor.shrink(index, timeout_s)
                 self._evictor.relieve(index, timeout_s)
-                index.upkeep()
+
+    def _agree(self, index: Index) -> None:
+        """After an outage slots and index may disagree: a change may be lost, or unnoticed."""
+        failures = self._keeper.failures
+        if failures != self._agreed_failures and time.monotonic() > self._agree_at:
+            self._agree_at = time.monotonic() + _AGREE_EVERY_S
+            self._settle(index)
+            self._agreed_failures = failures
 
     def _upkeep_loop(self) -> None:
         while not self._stop.wait(_UPKEEP_EVERY_S):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from dualpath_sglang.config import ConfigError, DualPathConfig
+from dualpath_sglang.index.source import EmbeddedSource, RedisSource
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +146,6 @@ def test_an_unknown_setting_is_refused_wherever_it_stands(
         ("namespace", ""),
         ("model_id", ""),
         ("weights_revision", ""),
-        ("index", "redis://localhost"),
         ("root", ""),
         ("root", 7),
     ],
@@ -164,3 +164,34 @@ def test_a_configuration_file_that_cannot_be_used_is_refused(tmp_path: Path) -> 
     assert "is no valid TOML" in refusal(config_file=str(broken))
     broken.write_text('capacity = "plenty"')
     assert '"capacity" must be a size' in refusal(config_file=str(broken))
+
+
+def test_the_index_is_a_file_or_a_redis() -> None:
+    assert isinstance(DualPathConfig.load({}).index_source(), EmbeddedSource)
+    config = DualPathConfig.load({"index": "redis://cache.example:7000/2"})
+    assert isinstance(config.index_source(), RedisSource)
+
+
+@pytest.mark.parametrize(
+    "address", ["memcached://host", "redis://", "redis://a,b", "redis+sentinel://host", "sqlite"]
+)
+def test_an_address_that_is_no_index_is_refused_with_a_sentence(address: str) -> None:
+    assert refusal(index=address).startswith("DualPath's index ")
+
+
+def test_a_password_is_never_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    address = "redis://user:s3cret@host:port"
+    assert "s3cret" not in refusal(index=address)
+    monkeypatch.setenv("DUALPATH_INDEX_PASSWORD", "s3cret")
+    config = DualPathConfig.load({"index": "redis://host"})
+    assert "s3cret" not in repr(config)
+    assert config.index_source()._settings.password == "s3cret"  # type: ignore[attr-defined]
+    monkeypatch.delenv("DUALPATH_INDEX_PASSWORD")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        DualPathConfig.load(
+            {"index": "redis://host", "index_password_file": str(tmp_path / "none")}
+        ).index_source()
+    file = tmp_path / "password"
+    file.write_text("other\n")
+    config = DualPathConfig.load({"index": "redis://host", "index_password_file": str(file)})
+    assert config.index_source()._settings.password == "other"  # type: ignore[attr-defined]

@@ -42,6 +42,8 @@ class IndexKeeper:
         self._lock = threading.Lock()
         self._notices = Notices(logger)
         self._retry_at = float("-inf")
+        self.failures = 0
+        """Calls that the index did not answer."""
         self._retry_s = _RETRY_S[0]
 
     @property
@@ -91,6 +93,7 @@ class IndexKeeper:
                     # Other threads may still be reading it.
                     self._lost.append((time.monotonic(), index))
         except (IndexUnavailableError, OSError) as error:
+            self.failures += 1
             self._notices.warn("%s does not answer for now: %s", self._root, error)
         else:
             if index is not None and index is self._index:

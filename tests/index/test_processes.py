@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,13 @@ from tests.support.zygote import Zygote
 
 PATIENCE_S = 0.3
 LATE_S = 20.0  # far above any deadline here, far below "for ever"
+
+
+@pytest.fixture
+def index(path: Path) -> Iterator[EmbeddedIndex]:
+    opened = EmbeddedIndex(path)
+    yield opened
+    opened.close()
 
 
 def test_processes_write_in_turn(path: Path, children: Zygote) -> None:
