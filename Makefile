@@ -13,7 +13,7 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-cluster test test-slow bench lint format clean
+.PHONY: help venv demo demo-cluster test test-slow test-redis bench lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ test: $(STAMP) ## every test but the slow ones
 
 test-slow: $(STAMP) ## the slow tests: stress, crash loops, long fault runs
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
+
+test-redis: $(STAMP) ## the tests of the cache and of servers once more, with the index in Redis
+	$(PY) -m tests.support.on_redis $(PYTEST_ARGS)
 
 bench: $(BENCH_STAMP) ## compare storage backends through SGLang's interface
 	$(BENCH_VENV)/bin/python -m bench.backend $(BENCH_ARGS)

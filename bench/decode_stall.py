@@ -155,7 +155,7 @@ class Bench:
         # Each load is a few reads, of which two are under way at a time.
         server.faults.on("read_delay", 0.05)
         began = time.monotonic()
-        hit = server.generate(self._prompts[0], 1).cached.host
+        hit = server.generate(self._prompts[0], 1).cached.storage
         took = time.monotonic() - began
         if hit < len(self._prompts[0]) - PAGE_TOKENS:
             raise BenchError(f"only {hit} tokens came from the store")
@@ -174,7 +174,7 @@ class Bench:
                 break
             if mode == "recompute":
                 prompt = random_tokens(len(prompt), seed=next(self._fresh))
-            loaded += server.generate(prompt, 1).cached.host
+            loaded += server.generate(prompt, 1).cached.storage
         return decode.result(), loaded
 
     def _row(self, mode: str, gaps: Sequence[float], loaded: int) -> Row:

@@ -38,6 +38,7 @@ from dualpath_sglang.host_pages import HostPages, StoredPool, raw_keys
 from dualpath_sglang.identity import identify
 from dualpath_sglang.kvcache import KVCache, WriteResult
 from dualpath_sglang.metrics import Metrics
+from dualpath_sglang.node import Node
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.served_model import served_model
 from dualpath_sglang.shards import Rank
@@ -76,7 +77,8 @@ class DualPathStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untype
         self._noted: set[str] = set()
         self._suspended = False
         # Last: whatever failed before has left nothing behind.
-        self._cache = KVCache(options, index=config.index_source())
+        node = Node("hicache", int(storage_config.tp_rank))
+        self._cache = KVCache(options, index=config.index_source(), node=node)
         self._metrics = Metrics(
             "hicache", int(storage_config.tp_rank), enabled=storage_config.enable_storage_metrics
         )

@@ -18,6 +18,7 @@ from dualpath_sglang.evictor import Evictor
 from dualpath_sglang.index import Index, IndexMisconfiguredError, IndexUnavailableError
 from dualpath_sglang.index.keeper import IndexKeeper
 from dualpath_sglang.index.source import EmbeddedSource, IndexSource
+from dualpath_sglang.node import EVERY_S, TTL_S, Node
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.promises import Promises
 from dualpath_sglang.reader import ReadBatch, Reader
@@ -58,6 +59,7 @@ class KVCache:
     Args:
         options: where and how.
         index: where the metadata lives; a file beside the store by default.
+        node: who this process is to others; without, they are told nothing.
         backend: how to reach the files, when not as the options say.
 
     Raises:
@@ -70,6 +72,7 @@ class KVCache:
         backend: Backend | None = None,
         *,
         index: IndexSource | None = None,
+        node: Node | None = None,
     ) -> None:
         self.options = options
         self.root = options.root
@@ -89,6 +92,8 @@ class KVCache:
         except OSError as error:
             raise StoreError(f"The store's root {self.root} cannot be used: {error}.") from error
         self._source = index or EmbeddedSource()
+        self._node = node
+        self._reported_at = float("-inf")
         self._space = Space(options)
         self._counters = Counters()
         self._pools: dict[str, Pool] = {}
@@ -360,7 +365,7 @@ class KVCache:
         """Take out least recently used pages until ``need_bytes`` are free; blocks taken out."""
         deadline = _deadline(timeout_s, self.options.write_timeout_s)
         with self._index_or_none() as index:
-            if index is not None and not self.options.read_only:
+            if index is not None and not self._cannot_write:
                 return len(self._evictor.evict(index, need_bytes, deadline))
         return 0
 
@@ -373,7 +378,7 @@ class KVCache:
         wanted = None if units is None else set(units)
         removed = 0
         with self._index_or_none() as index:
-            if index is None or self.options.read_only:
+            if index is None or self._cannot_write:
                 return 0
             for geometry in self.geometries():
                 if namespace is not None and geometry.namespace != namespace:
@@ -430,6 +435,11 @@ class KVCache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def _cannot_write(self) -> bool:
+        """What leaves the index must leave the store too, or a scan brings it back."""
+        return self.options.read_only or self._writer.refused
+
     def _attached(self) -> list[Pool]:
         with self._lock:
             return list(self._pools.values())
@@ -447,6 +457,7 @@ class KVCache:
                 if index is None:
                     return
                 index.upkeep()
+                self._report(index)
                 if self.options.read_only:
                     return
                 self._writer.publish_late(index, timeout_s)
@@ -459,6 +470,20 @@ class KVCache:
                 if self._has_written:  # tools that only look have no say in the capacity
                     self._evictor.shrink(index, timeout_s)
                 self._evictor.relieve(index, timeout_s)
+
+    def _report(self, index: Index) -> None:
+        now = time.monotonic()
+        if self._node is None or now - self._reported_at < EVERY_S:
+            return
+        self._reported_at = now
+        stats = self.stats()
+        report = self._node.report(
+            capacity_bytes=stats.capacity_bytes,
+            used_bytes=stats.used_bytes,
+            pending_blocks=self._writer.pending,
+            segments=sum(len(pool.store.slots.owned()) for pool in self._attached()),
+        )
+        index.report(self._node.name, report, TTL_S)
 
     def _agree(self, index: Index) -> None:
         """After an outage slots and index may disagree: a change may be lost, or unnoticed."""

@@ -37,6 +37,7 @@ from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.layer_counter import GRACE_S, LayerCounter
 from dualpath_sglang.lookups import Need, PrefixLookups
 from dualpath_sglang.metrics import Metrics
+from dualpath_sglang.node import Node
 from dualpath_sglang.offloads import STAGING_BYTES, OffloadPart, Offloads
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.request_ledger import RequestLedger
@@ -109,7 +110,8 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         self._noted: set[str] = set()
         self._suspended = False
         self._metrics = Metrics("streaming", rank.tp[0], enabled=bool(params.enable_metrics))
-        self._cache = KVCache(options, index=config.index_source())
+        node = Node("streaming", rank.tp[0])
+        self._cache = KVCache(options, index=config.index_source(), node=node)
         try:
             self._stored: dict[str, Pool] = {}
             for pool in described.pools:

@@ -15,6 +15,7 @@
 
 ``UnifiedCacheLinkerWrapper.match``, around
     Requests that cannot be taken back get no hits: streaming sessions, beams, diffusion models.
+    Hits are reported as those of storage.
 
 ``UnifiedCacheLinkerWrapper._tail_hashes``, around
     A queued request is matched at every scheduling pass; its keys are hashed once.
@@ -188,6 +189,7 @@ def match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, result
         return result
     setattr(wrapper, _REQUEST, req)
     setattr(req, _WAITS, False)
+    req.host_hit_is_storage = True  # or SGLang would report hits as those of host memory
     try:
         return original(wrapper, key, req, result)
     finally:

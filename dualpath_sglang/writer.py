@@ -30,6 +30,9 @@ class WriteResult(enum.Enum):
     FAILED = "failed"
 
 
+_REFUSED_S = 10.0
+"""How long a store that turned read-only is left alone."""
+
 _UNPUBLISHED = {
     WriteStatus.OK: WriteResult.PRESENT,  # another process was first
     WriteStatus.NO_SPACE: WriteResult.DROPPED,
@@ -81,6 +84,7 @@ class Writer:
         self._evictor = evictor
         self._durable = durable
         self._late = Unpublished()
+        self._refused_until = float("-inf")
         self._owner = secrets.token_hex(8)
         self._generation = 0
         self._lock = threading.Lock()
@@ -148,6 +152,11 @@ class Writer:
         return self._late.publish(index, timeout_s)
 
     @property
+    def refused(self) -> bool:
+        """Whether the store turned out read-only just now."""
+        return time.monotonic() < self._refused_until
+
+    @property
     def pending(self) -> int:
         """Blocks that are stored and wait for the index."""
         return self._late.count
@@ -207,6 +216,8 @@ class Writer:
     def _room(
         self, pool: Pool, index: Index | None, batch: Batch, missing: Sequence[int]
     ) -> list[Slot]:
+        if self.refused:
+            return []
         if index is not None:
             parent = batch.parent_of(missing[0])
             with contextlib.suppress(IndexUnavailableError):
@@ -227,6 +238,8 @@ class Writer:
         self, pool: Pool, items: Sequence[WriteItem], deadline: float
     ) -> list[WriteStatus]:
         statuses = pool.store.write(items, deadline)
+        if WriteStatus.READ_ONLY in statuses:  # nothing is evicted for what cannot be written
+            self._refused_until = time.monotonic() + _REFUSED_S
         if self._durable:
             touched = {
                 item.placement.segment

@@ -48,8 +48,8 @@ COMMON_FLAGS = (
     *("--page-size", str(PAGE_TOKENS), "--random-seed", "0", "--skip-server-warmup"),
 )
 CACHED_FLAGS = (
-    # With the first of these, storage lies below a host memory tier and the table tells them apart;
-    # without it, hits are streamed into the forward, and SGLang counts them as the host's.
+    # With the first of these, storage lies below a host memory tier; without it, hits are streamed
+    # into the forward, and there is no such tier.
     "--enable-hierarchical-cache",
     *("--hicache-storage-backend", "dualpath"),
     # Host memory for a little more than the device pool; SGLang's default is twice.

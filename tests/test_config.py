@@ -185,7 +185,7 @@ def test_a_password_is_never_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("DUALPATH_INDEX_PASSWORD", "s3cret")
     config = DualPathConfig.load({"index": "redis://host"})
     assert "s3cret" not in repr(config)
-    assert config.index_source()._settings.password == "s3cret"  # type: ignore[attr-defined]
+    assert config.index_source().settings.password == "s3cret"  # type: ignore[attr-defined]
     monkeypatch.delenv("DUALPATH_INDEX_PASSWORD")
     with pytest.raises(ConfigError, match="cannot be read"):
         DualPathConfig.load(
@@ -194,4 +194,4 @@ def test_a_password_is_never_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path:
     file = tmp_path / "password"
     file.write_text("other\n")
     config = DualPathConfig.load({"index": "redis://host", "index_password_file": str(file)})
-    assert config.index_source()._settings.password == "other"  # type: ignore[attr-defined]
+    assert config.index_source().settings.password == "other"  # type: ignore[attr-defined]

@@ -67,11 +67,31 @@ def status(
     )
     writers = ", ".join(f"{pid} ({many(n, 'segment')})" for pid, n in found["writers"].items())
     print_line(f"writers   {'process ' + writers if writers else 'none seen on this machine'}")
+    _print_nodes(found["nodes"])
     geometries = found["geometries"]
     print_line(f"blocks    {sum(g['blocks'] for g in geometries):,}")
     if geometries:
         print_line("")
         _print_geometries(geometries)
+
+
+def _print_nodes(nodes: dict[str, Any]) -> None:
+    if not nodes:
+        return
+    numbers = ("rank", "up", "segments", "pending", "version")
+    table = new_table("node", "role", *numbers, numbers=numbers)
+    for node in nodes.values():
+        table.add_row(
+            f"{node['host']}:{node['pid']}",
+            node["role"],
+            str(node["rank"]),
+            f"{node['up_s']:,.0f} s",
+            f"{node['segments']:,}",
+            f"{node['pending_blocks']:,}",
+            node["version"],
+        )
+    print_table(table)
+    print_line("")
 
 
 def _print_geometries(rows: list[dict[str, Any]]) -> None:
@@ -100,10 +120,12 @@ def _status(cache: KVCache) -> dict[str, Any]:
     problem = None
     blocks: dict[bytes, int] = {}
     used_us: dict[bytes, int] = {}
+    nodes: dict[str, Any] = {}
     kind, index_bytes = "embedded", 0
     try:
         index = cache.index
         kind = index.name
+        nodes = {name: dict(fields) for name, fields in index.nodes().items()}
         blocks = index.counts()
         for (geometry_id, _), when in index.segment_uses().items():
             used_us[geometry_id] = max(used_us.get(geometry_id, 0), when)
@@ -135,6 +157,7 @@ def _status(cache: KVCache) -> dict[str, Any]:
             "file_system_bytes": mount.f_blocks * mount.f_frsize,
         },
         "index": {"kind": kind, "bytes": index_bytes, "problem": problem},
+        "nodes": nodes,
         "writers": {str(pid): count for pid, count in sorted(writers.items())},
         "geometries": geometries,
     }

@@ -10,6 +10,7 @@ from dualpath_sglang.index.base import (
     IndexMisconfiguredError,
     IndexUnavailableError,
     Record,
+    Report,
 )
 from dualpath_sglang.index.embedded import EmbeddedIndex
 
@@ -22,4 +23,5 @@ __all__ = [
     "IndexMisconfiguredError",
     "IndexUnavailableError",
     "Record",
+    "Report",
 ]

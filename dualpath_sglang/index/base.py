@@ -6,11 +6,14 @@ shard and every side pool. Units form chains by their parents; a unit goes only 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from dualpath_storage import Geometry, Placement, Slot
+
+Report: TypeAlias = Mapping[str, "str | int | float | bool"]
+"""What a node tells the others about itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +183,14 @@ class Index(Protocol):
 
     def counts(self) -> dict[bytes, int]:
         """Blocks by geometry id."""
+        ...
+
+    def report(self, node: str, fields: Report, ttl_s: float) -> None:
+        """Tell all others about a node, for ``ttl_s`` seconds."""
+        ...
+
+    def nodes(self) -> dict[str, Report]:
+        """What every node said last, by its name."""
         ...
 
     def upkeep(self) -> None:

@@ -23,6 +23,7 @@ from dualpath_sglang.index.base import (
     IndexDamagedError,
     IndexUnavailableError,
     Record,
+    Report,
 )
 from dualpath_sglang.index.environment import Environment
 from dualpath_sglang.index.passes import most_passes
@@ -448,6 +449,13 @@ class EmbeddedIndex:
         return freed
 
     # -- housekeeping -----------------------------------------------------------------------
+
+    def report(self, node: str, fields: Report, ttl_s: float) -> None:
+        """Nobody is told: the locks of the segments say who writes on this machine."""
+        del node, fields, ttl_s
+
+    def nodes(self) -> dict[str, Report]:
+        return {}
 
     def upkeep(self) -> None:
         self._env.reap_readers()

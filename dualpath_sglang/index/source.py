@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -10,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from dualpath_sglang.index.base import Index, IndexUnavailableError
+from dualpath_sglang.index.base import Index, IndexDamagedError, IndexUnavailableError
 from dualpath_sglang.index.recovery import INDEX_FILE, Stores, fill, open_index, rebuild
 from dualpath_storage.locks import file_lock
 
@@ -77,7 +78,7 @@ class RedisSource:
     """
 
     def __init__(self, settings: RedisSettings, lookup_timeout_s: float = 0.005) -> None:
-        self._settings = settings
+        self.settings = settings
         self._lookup_timeout_s = lookup_timeout_s
 
     def open(self, root: Path, stores: Stores, *, read_only: bool, timeout_s: float) -> Index:
@@ -114,12 +115,25 @@ class RedisSource:
     def _open(self, root: Path, *, read_only: bool) -> RedisIndex:
         from dualpath_sglang.index.redis import open_redis_index, store_id
 
+        store = store_id(root, create=not read_only)
+
+        def watch() -> None:
+            try:
+                now = store_id(root, create=False)
+            except IndexUnavailableError as error:
+                if isinstance(error.__cause__, FileNotFoundError):
+                    raise IndexDamagedError(f"The store at {root} was removed") from error
+                raise
+            if now != store:
+                raise IndexDamagedError(f"The store at {root} was replaced by another")
+
         return open_redis_index(
-            self._settings,
-            store_id(root, create=not read_only),
+            self.settings,
+            store,
             lookup_timeout_s=self._lookup_timeout_s,
             read_only=read_only,
             timeout_s=_CONNECT_S,
+            watch=watch,
         )
 
     def _fill(self, index: RedisIndex, stores: Stores, end: float) -> None:
@@ -136,9 +150,12 @@ class RedisSource:
         while not index.filled():
             if mine():
                 began = time.monotonic()
-                total = fill(index, stores(), go_on)
-                index.set_filled()
-                index.cluster.end_lease("fill", owner)
+                try:
+                    total = fill(index, stores(), go_on)
+                    index.set_filled()
+                finally:
+                    with contextlib.suppress(IndexUnavailableError):  # it expires
+                        index.cluster.end_lease("fill", owner)
                 if total:
                     seconds = time.monotonic() - began
                     logger.info("Filled the index: %d blocks in %.1f s", total, seconds)

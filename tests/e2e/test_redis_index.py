@@ -34,7 +34,7 @@ class Fleet:
         answer = server.generate(prompt)
         name = "prompt" if prompt == PROMPT else "other"
         assert answer.tokens == self.cold[name].tokens
-        return answer.cached.host + answer.cached.storage
+        return answer.cached.storage
 
     def until_hit(self, server: Server, prompt: list[int]) -> None:
         wait_for(lambda: self.hit(server, prompt) >= WHOLE - PAGE_TOKENS, 60.0)

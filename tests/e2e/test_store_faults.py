@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import stores
+from tests.support.index_choice import embedded, index_of
 from tests.support.mounts import break_down, fill_up, needs_root, small_disk
 from tests.support.server import Answer, Server, hicache_flags, random_tokens
 
@@ -97,7 +98,7 @@ def stale_entry(served: Served) -> None:
     """The slot of one page holds another whole block: what a reuse behind the index would do."""
     (folder,) = (served.root / g.id for g in stores.geometries(served.root).values())
     geometry = stores.geometries(served.root)["kv"]
-    with stores.index_of(served.root) as index:
+    with index_of(served.root) as index:
         one, other = index.lookup(geometry, [served.key(3), served.key(9)])
     assert one is not None and other is not None
     size = geometry.slot_bytes
@@ -156,7 +157,7 @@ def index_cut_short(served: Served) -> None:
     short.replace(index)
 
 
-FAULTS: list[Fault] = [
+FAULTS = [
     payload_byte,
     header_byte,
     stale_entry,
@@ -165,9 +166,9 @@ FAULTS: list[Fault] = [
     zeroed_segment,
     removed_segments,
     removed_geometry,
-    index_deleted,
-    index_garbage,
-    index_cut_short,
+    pytest.param(index_deleted, marks=embedded),
+    pytest.param(index_garbage, marks=embedded),
+    pytest.param(index_cut_short, marks=embedded),
     removed_root,
 ]
 
@@ -218,7 +219,7 @@ def test_a_disk_that_fills_up_and_then_fails(
 
 def _patch(served: Served, key: bytes, at: int, data: bytes) -> None:
     geometry = stores.geometries(served.root)["kv"]
-    with stores.index_of(served.root) as index:
+    with index_of(served.root) as index:
         place = index.lookup(geometry, [key])[0]
     assert place is not None
     path = stores.segment_path(served.root / geometry.id, place.segment)

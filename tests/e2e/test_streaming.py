@@ -55,7 +55,7 @@ def test_a_hit_in_the_store_gives_the_answer_of_an_uncached_run(server: Streamin
     device = server.generate(PROMPT)
     server.flush()
     restored = server.generate(PROMPT)
-    assert (cold.cached_tokens, device.cached.device, restored.cached.host) == (0, WHOLE, WHOLE)
+    assert (cold.cached_tokens, device.cached.device, restored.cached.storage) == (0, WHOLE, WHOLE)
     assert wanted.tokens == cold.tokens == device.tokens == restored.tokens
 
 
@@ -69,7 +69,7 @@ def test_without_the_layer_wait_the_answer_is_wrong(server: StreamingServer) -> 
     server.flush()
     answer = server.generate(PROMPT)
     assert answer.tokens == wanted.tokens
-    assert answer.cached.host == WHOLE
+    assert answer.cached.storage == WHOLE
 
 
 def test_layers_are_computed_while_later_ones_are_read(server: StreamingServer) -> None:
@@ -93,7 +93,7 @@ def test_a_hit_survives_a_restart(server: StreamingServer) -> None:
     server.store(PROMPT)
     server.restart()
     answer = server.generate(PROMPT)
-    assert answer.cached.host == WHOLE
+    assert answer.cached.storage == WHOLE
     assert answer.tokens == wanted.tokens
 
 
@@ -103,7 +103,7 @@ def test_a_part_of_the_prefix_is_restored(server: StreamingServer, shared: int) 
     wanted = server.uncached(prompt)
     server.store(PROMPT)
     answer = server.generate(prompt)
-    assert answer.cached.host == shared
+    assert answer.cached.storage == shared
     assert answer.tokens == wanted.tokens
 
 
@@ -112,8 +112,8 @@ def test_a_device_hit_is_extended_from_the_store(server: StreamingServer) -> Non
     server.store(PROMPT)
     server.generate(PROMPT[:320], 1)
     answer = server.generate(PROMPT)
-    assert answer.cached.device + answer.cached.host == WHOLE
-    assert answer.cached.host >= WHOLE - 320
+    assert answer.cached.device + answer.cached.storage == WHOLE
+    assert answer.cached.storage >= WHOLE - 320
     assert answer.tokens == wanted.tokens
 
 
@@ -128,7 +128,7 @@ def test_requests_of_one_batch_have_hits_of_their_own(server: StreamingServer) -
     server.store(PROMPT, prompts[1])
     answers = server.generate_together(prompts)
     assert [answer.tokens for answer in answers] == wanted
-    assert [answer.cached.host for answer in answers] == [WHOLE, 384, 160, 0]
+    assert [answer.cached.storage for answer in answers] == [WHOLE, 384, 160, 0]
 
 
 def test_many_requests_at_once_are_all_right(server: StreamingServer) -> None:
@@ -169,5 +169,5 @@ def test_decoded_pages_are_stored(server: StreamingServer) -> None:
     wanted = server.uncached(longer)
     server.flush()
     answer = server.generate(longer)
-    assert answer.cached.host >= 144
+    assert answer.cached.storage >= 144
     assert answer.tokens == wanted.tokens

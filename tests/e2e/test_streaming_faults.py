@@ -70,13 +70,13 @@ def test_a_damaged_layer_costs_only_its_own_request_time(
     stores.corrupt(server.root, keys_of(PROMPT)[20], layer=2)
     hurt, well = server.generate_together([PROMPT, OTHER])
     assert [hurt.tokens, well.tokens] == [wanted["prompt"].tokens, wanted["other"].tokens]
-    assert well.cached.host == WHOLE
-    assert hurt.cached.host == 20 * PAGE_TOKENS  # what was left of its prefix
+    assert well.cached.storage == WHOLE
+    assert hurt.cached.storage == 20 * PAGE_TOKENS  # what was left of its prefix
     assert recomputes(server) == before + 1
     server.flush()
     again = server.generate_together([PROMPT, OTHER])
     assert [a.tokens for a in again] == [wanted["prompt"].tokens, wanted["other"].tokens]
-    assert [a.cached.host for a in again] == [WHOLE, WHOLE]  # stored anew by the recompute
+    assert [a.cached.storage for a in again] == [WHOLE, WHOLE]  # stored anew by the recompute
 
 
 def keys_of(prompt: list[int]) -> list[bytes]:
@@ -152,7 +152,7 @@ def test_a_store_that_hangs_delays_a_request_by_its_deadline(
 
     def answers_again() -> bool:
         server.flush()
-        return server.generate(PROMPT, 1).cached.host > 0
+        return server.generate(PROMPT, 1).cached.storage > 0
 
     wait_for(answers_again)
     server.flush()
@@ -170,7 +170,7 @@ def test_a_thread_that_dies_in_a_load(
     server.flush()
     answer = server.generate(OTHER)
     assert answer.tokens == wanted["other"].tokens
-    assert answer.cached.host == WHOLE
+    assert answer.cached.storage == WHOLE
 
 
 def test_a_streaming_client_sees_no_error(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support import stores
+from tests.support.index_choice import index_of
 from tests.support.server import Answer, random_tokens
 from tests.support.streaming import PAGE_TOKENS, StreamingServer
 
@@ -45,7 +46,7 @@ def test_two_ranks_restore_what_they_stored(two_ranks: StreamingServer) -> None:
     two_ranks.store(PROMPT, OTHER)
     answers = two_ranks.generate_together([PROMPT, OTHER])
     assert [answer.tokens for answer in answers] == wanted
-    assert [answer.cached.host for answer in answers] == [WHOLE, 288]
+    assert [answer.cached.storage for answer in answers] == [WHOLE, 288]
     sharded = {g.shard for g in stores.geometries(two_ranks.root).values()}
     assert sharded in ({""}, {"tp0/2", "tp1/2"})  # replicas are stored once
 
@@ -59,12 +60,12 @@ def test_a_fault_on_one_rank_is_recomputed_on_both(two_ranks: StreamingServer) -
     before = two_ranks.metric("dualpath_recomputes_total")
     answers = two_ranks.generate_together([PROMPT, OTHER])
     assert [answer.tokens for answer in answers] == wanted
-    assert [answer.cached.host for answer in answers] == [160, 288]
+    assert [answer.cached.storage for answer in answers] == [160, 288]
     assert two_ranks.metric("dualpath_recomputes_total") > before
     two_ranks.flush()
     answers = two_ranks.generate_together([PROMPT, OTHER])
     assert [answer.tokens for answer in answers] == wanted
-    assert [answer.cached.host for answer in answers] == [WHOLE, 288]
+    assert [answer.cached.storage for answer in answers] == [WHOLE, 288]
 
 
 def test_slow_lookups_do_not_part_the_ranks(two_ranks: StreamingServer) -> None:
@@ -74,7 +75,7 @@ def test_slow_lookups_do_not_part_the_ranks(two_ranks: StreamingServer) -> None:
     answer = two_ranks.generate(PROMPT)
     two_ranks.faults.clear()
     assert answer.tokens == wanted.tokens
-    assert answer.cached.host == WHOLE
+    assert answer.cached.storage == WHOLE
 
 
 # -- a hybrid model -----------------------------------------------------------------------------
@@ -100,7 +101,7 @@ def test_a_sliding_window_model_is_restored_where_all_its_pools_are(
     hybrid.flush()
     restored = hybrid.generate(PROMPT)
     assert restored.tokens == wanted.tokens
-    assert restored.cached.host > 0
+    assert restored.cached.storage > 0
     assert sorted(stores.geometries(hybrid.root)) == ["kv", "swa"]
 
 
@@ -108,7 +109,7 @@ def test_a_sliding_window_that_is_gone_shortens_the_hit(hybrid: StreamingServer)
     wanted = hybrid.uncached(PROMPT)
     hybrid.store(PROMPT)
     geometry = stores.geometries(hybrid.root)["swa"]
-    with stores.index_of(hybrid.root) as index:
+    with index_of(hybrid.root) as index:
         keys = [k for k in stores.keys_of(PROMPT, PAGE_TOKENS) if index.lookup(geometry, [k])[0]]
     stores.corrupt(hybrid.root, keys[-1], layer=2, pool="swa")
     answer = hybrid.generate(PROMPT)
@@ -153,7 +154,7 @@ def test_each_mode_restores_what_the_other_stored(kind: str, model: Models, tmp_
     with StreamingServer(model(kind), tmp_path / "again", root=root) as streaming:
         answer = streaming.generate(OTHER)
         assert answer.tokens == written[0].tokens
-        assert answer.cached.host == 288
+        assert answer.cached.storage == 288
 
 
 def test_both_modes_serve_from_one_store_at_once(model: Models, tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_both_modes_serve_from_one_store_at_once(model: Models, tmp_path: Path) 
         wanted = first.generate(PROMPT)
         first.flush()
         answer = second.generate(PROMPT)
-        assert (answer.tokens, answer.cached.host) == (wanted.tokens, WHOLE)
+        assert (answer.tokens, answer.cached.storage) == (wanted.tokens, WHOLE)
 
 
 def test_an_engine_streams_too(model: Models, tmp_path: Path) -> None:

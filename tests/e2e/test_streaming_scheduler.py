@@ -48,7 +48,7 @@ def test_a_slow_hit_is_loaded_in_full_when_nobody_else_waits(server: StreamingSe
     server.store(PROMPT)
     server.faults.on("read_delay", READ_DELAY_S)
     answer = server.generate(PROMPT)
-    assert (answer.tokens, answer.cached.host) == (wanted.tokens, WHOLE)
+    assert (answer.tokens, answer.cached.storage) == (wanted.tokens, WHOLE)
 
 
 def test_a_slow_hit_is_cut_down_while_others_decode(server: StreamingServer) -> None:
@@ -67,7 +67,7 @@ def test_a_slow_hit_is_cut_down_while_others_decode(server: StreamingServer) -> 
     )
     assert cut > 0
     assert answer.tokens == wanted.tokens
-    assert answer.cached.host < WHOLE
+    assert answer.cached.storage < WHOLE
     assert call.result().tokens == alone.tokens
 
 
@@ -78,7 +78,7 @@ def test_a_slow_lookup_holds_up_its_own_request_alone(server: StreamingServer) -
     call = Background(server.generate, PROMPT)
     other = server.uncached(random_tokens(10, seed=5), 4)  # less than a page: nothing to look up
     answer = call.result()
-    assert (answer.tokens, answer.cached.host) == (wanted.tokens, WHOLE)
+    assert (answer.tokens, answer.cached.storage) == (wanted.tokens, WHOLE)
     assert other.tokens
 
 
@@ -93,7 +93,7 @@ def test_an_index_that_does_not_answer_is_a_miss(server: StreamingServer) -> Non
 
     def found() -> bool:
         server.flush()
-        return server.generate(PROMPT, 1).cached.host == WHOLE
+        return server.generate(PROMPT, 1).cached.storage == WHOLE
 
     wait_for(found)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -21,31 +20,23 @@ pytestmark = pytest.mark.e2e
 KILLS = 3
 
 
-@dataclass
-class Streamed(Served):
-    """The same, where a hit in the store is one that SGLang calls a host hit."""
-
-    def storage_hit(self) -> bool:
-        return self.ask().cached.host >= len(PROMPT) - PAGE_TOKENS
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def served(
     request: pytest.FixtureRequest,
     model: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Streamed]:
+) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp(f"streaming-{request.param}")
     settings = {"capacity": "64MiB", "segment_size": "4MiB"}
     with StreamingServer(model(request.param), folder, settings=settings) as server:
-        one = Streamed(server, server.root, server.generate(PROMPT))
+        one = Served(server, server.root, server.generate(PROMPT))
         one.recovers()
         yield one
         assert server.alive
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_the_answer_stays_right_and_the_store_is_repaired(served: Streamed, fault: Fault) -> None:
+def test_the_answer_stays_right_and_the_store_is_repaired(served: Served, fault: Fault) -> None:
     served.recovers()
     served.server.flush()
     fault(served)
@@ -53,12 +44,12 @@ def test_the_answer_stays_right_and_the_store_is_repaired(served: Streamed, faul
     served.recovers()
 
 
-def test_without_faults_the_bytes_do_come_from_the_store(served: Streamed) -> None:
+def test_without_faults_the_bytes_do_come_from_the_store(served: Served) -> None:
     """The control of all of the above."""
     served.recovers()
     served.server.flush()
     stores.corrupt(served.root, served.key(5), layer=0)
-    assert served.ask().cached.host == 5 * PAGE_TOKENS
+    assert served.ask().cached.storage == 5 * PAGE_TOKENS
     served.recovers()
 
 
@@ -71,7 +62,7 @@ def test_a_disk_that_fills_up_and_then_fails(model: Callable[..., Path], tmp_pat
             model("qwen3"), tmp_path / "server", root=disk / "store", settings=settings
         ) as server,
     ):
-        served = Streamed(server, server.root, server.generate(PROMPT))
+        served = Served(server, server.root, server.generate(PROMPT))
         served.recovers()
         fill_up(disk)
         for seed in range(20, 26):
@@ -105,4 +96,4 @@ def test_killed_at_any_moment_it_is_never_wrong_afterwards(
         server.flush()
         answers = server.generate_together(prompts)
         assert [answer.tokens for answer in answers] == wanted
-        assert all(answer.cached.host > 0 for answer in answers)
+        assert all(answer.cached.storage > 0 for answer in answers)

@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from dualpath_sglang.index import EmbeddedIndex
 from dualpath_sglang.kvcache import KVCache, WriteResult
 from dualpath_sglang.pool import Pool
 from dualpath_storage import Geometry, Placement, StoreOptions
 from tests.support import blocks
+from tests.support.index_choice import let_go, source
 
 MIB = 1 << 20
 STORED, PRESENT = WriteResult.STORED, WriteResult.PRESENT
@@ -34,7 +34,7 @@ def options(root: Path, **changes: object) -> StoreOptions:
 
 
 def open_cache(root: Path, **changes: object) -> KVCache:
-    return KVCache(options(root, **changes))
+    return KVCache(options(root, **changes), index=source())
 
 
 def write(
@@ -113,9 +113,7 @@ def killed(cache: KVCache) -> None:
     cache._writers.close()
     for pool in cache._attached():
         pool.store.close()
-    index = cache._keeper.index
-    if isinstance(index, EmbeddedIndex):
-        index._env.release()
+    let_go(cache._keeper.index)
 
 
 def used_bytes(root: Path) -> int:

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dualpath_sglang.index import embedded, recovery
+from dualpath_sglang.index import EmbeddedIndex, recovery
+from dualpath_sglang.index.redis.index import RedisIndex
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.pool import Pool
 from dualpath_storage import BlockStore, Geometry, StoreOptions
 from dualpath_storage.segments import Segments
 from tests.kvcache.caches import read, write
 from tests.support.blocks import chain, geometry
+from tests.support.index_choice import ON_REDIS, source
 
 CRASH_CAPACITY = 1 << 20
 CRASHED: list[Geometry] = [
@@ -50,7 +52,7 @@ def crash_writing(root: str, seed: int) -> None:
     """Write, read, evict and clear until killed; says so when it reads a wrong byte."""
     quick()
     rng = random.Random(seed)
-    cache = KVCache(small(root, durability=rng.choice(["none", "fdatasync"])))
+    cache = KVCache(small(root, durability=rng.choice(["none", "fdatasync"])), index=source())
     pools = [cache.attach(of) for of in CRASHED]
     say("writing")
     for i in itertools.count():
@@ -98,7 +100,7 @@ def crash_recovering(root: str, seed: int) -> None:
 
         return call
 
-    index = embedded.EmbeddedIndex
+    index = RedisIndex if ON_REDIS else EmbeddedIndex
     for owner, name in (
         (index, "publish"),
         (index, "forget_freed"),
@@ -112,7 +114,7 @@ def crash_recovering(root: str, seed: int) -> None:
         setattr(owner, name, step(getattr(owner, name), rng.random() < 0.5))
     if rng.random() < 0.5:
         BlockStore.scan = scan(BlockStore.scan)  # type: ignore[method-assign]
-    cache = KVCache(small(root))
+    cache = KVCache(small(root), index=source())
     for of in CRASHED:
         cache.attach(of)
     cache.maintain()
@@ -192,7 +194,7 @@ def hammer(root: str, capacity: int, seconds: float, seed: int) -> None:
     """One of several processes on one store."""
     quick()
     of = CRASHED
-    with KVCache(small(root, capacity)) as cache:
+    with KVCache(small(root, capacity), index=source()) as cache:
         each = Hammer(cache, of, chains=hammer_chains(of, capacity), pages=32)
         each.run(4, seconds, seed)
         say(each.counts, cache.stats())
@@ -211,7 +213,7 @@ def own_and_wait(root: str, capacity: int, model: str) -> None:
     """Fill a store with another model's blocks, then keep it open."""
     quick()
     of = geometry("mha", model=model, layers=2)
-    with KVCache(small(root, capacity)) as cache:
+    with KVCache(small(root, capacity), index=source()) as cache:
         pool = cache.attach(of)
         fill_with(cache, pool, model)
         cache.maintain()
@@ -224,7 +226,7 @@ def own_and_write(root: str, capacity: int, model: str) -> None:
     """Fill a store and go on writing and reading."""
     quick()
     of = geometry("mha", model=model, layers=2)
-    with KVCache(small(root, capacity)) as cache:
+    with KVCache(small(root, capacity), index=source()) as cache:
         pool = cache.attach(of)
         fill_with(cache, pool, model)
         say("full")

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from dualpath_sglang.index import EmbeddedIndex, IndexUnavailableError
+from dualpath_sglang.index import IndexUnavailableError
 from dualpath_sglang.kvcache import KVCache
 from dualpath_storage import Geometry, StoreOptions
 from tests.kvcache.caches import WrongBytesError, killed, read, used_bytes, write
 from tests.kvcache.processes import CRASH_CAPACITY, CRASHED, small
 from tests.support import blocks
 from tests.support.blocks import chain
+from tests.support.index_choice import remove_index, source
 from tests.support.zygote import Zygote
 
 KILLS = 200
@@ -22,12 +23,14 @@ KILLS = 200
 def one_segment(root: Path) -> KVCache:
     """A cache whose first blocks all lie in the same file, in order."""
     half = CRASH_CAPACITY // 2
-    return KVCache(StoreOptions(root, CRASH_CAPACITY, min_free_fraction=0, segment_bytes=half))
+    return KVCache(
+        StoreOptions(root, CRASH_CAPACITY, min_free_fraction=0, segment_bytes=half), index=source()
+    )
 
 
 def reopened(root: Path) -> KVCache:
     """The store as the next process finds it, with what the dead ones left settled."""
-    cache = KVCache(small(str(root)))
+    cache = KVCache(small(str(root)), index=source())
     for of in CRASHED:
         cache.attach(of)
     return cache
@@ -40,8 +43,7 @@ def whole(cache: KVCache) -> dict[Geometry, set[bytes]]:
     finds the same set, nothing is larger than the capacity.
     """
     index = cache.index
-    assert isinstance(index, EmbeddedIndex)
-    index.check()
+    index.check()  # type: ignore[attr-defined]
     found = {}
     for of in CRASHED:
         pool = cache.attach(of)
@@ -66,8 +68,7 @@ def whole(cache: KVCache) -> dict[Geometry, set[bytes]]:
 
 def rebuilt(root: Path) -> dict[Geometry, set[bytes]]:
     """What a new index holds that is made from the store alone."""
-    for path in root.glob("index.lmdb*"):
-        path.unlink()
+    remove_index(root)
     cache = reopened(root)
     try:
         return whole(cache)
@@ -101,8 +102,7 @@ def test_a_store_is_whole_after_every_kill(
         assert status in (-9, 0), child.text()
         assert "WRONG" not in child.text()
         if i % 10 == 5:  # killed while it rebuilds the index
-            for path in root.glob("index.lmdb*"):
-                path.unlink()
+            remove_index(root)
             child = children.fork("crash_recovering", root, rng.getrandbits(32))
             child.ended(rng.random() * 0.03)
             child.kill()

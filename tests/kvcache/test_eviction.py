@@ -12,7 +12,7 @@ import pytest
 
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.pool import Pool
-from dualpath_storage import Geometry
+from dualpath_storage import BlockStore, Geometry, WriteStatus
 from tests.kvcache.caches import (
     DROPPED,
     MIB,
@@ -27,6 +27,7 @@ from tests.kvcache.caches import (
     write,
 )
 from tests.support.blocks import chain, geometry, key
+from tests.support.index_choice import embedded, remove_index
 from tests.support.zygote import Child, Zygote
 
 Opened = Callable[..., KVCache]
@@ -338,6 +339,7 @@ def test_the_blocks_of_a_killed_process_can_be_evicted_by_the_next(
     assert used_bytes(root) <= 40 * SLOT
 
 
+@embedded
 def test_segments_that_come_and_go_leave_nothing_in_the_index(opened: Opened) -> None:
     cache = opened(**room_for(24))
     pools = [cache.attach(other(name)) for name in ("a", "b")]
@@ -444,8 +446,7 @@ def test_what_was_cleared_does_not_come_back(root: Path, opened: Opened) -> None
     assert cache.clear(namespace="default") == 20
     assert used_bytes(root) == 0
     cache.close()
-    for path in root.glob("index.lmdb*"):
-        path.unlink()
+    remove_index(root)
     again = opened(**room_for(40))
     assert again.prefix(again.attach(OF), chain("a", 20)) == 0
 
@@ -477,3 +478,24 @@ def test_a_store_of_default_capacity_takes_a_share_of_the_disk(opened: Opened) -
     assert cache.stats().capacity_bytes > 100 * MIB
     pool = cache.attach(OF)
     assert write(pool, cache, chain("a", 2)) == [STORED] * 2
+
+
+def test_nothing_is_evicted_for_a_store_that_cannot_be_written(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = opened(capacity_bytes=MIB)
+    pool = cache.attach(geometry("mha"))
+    for i in range(40):
+        write(pool, cache, chain(i, 4))
+    before = cache.index.counts()
+    evicted = cache.stats().evicted_blocks
+    assert evicted, "it is full"
+    monkeypatch.setattr(
+        BlockStore, "write", lambda self, items, deadline: [WriteStatus.READ_ONLY] * len(items)
+    )
+    write(pool, cache, chain("first", 4))  # makes room once, and is refused
+    after_one = cache.stats().evicted_blocks
+    for i in range(10):
+        assert write(pool, cache, chain(f"more {i}", 4)) == [DROPPED] * 4
+    assert cache.stats().evicted_blocks == after_one
+    assert sum(cache.index.counts().values()) >= sum(before.values()) - (after_one - evicted)

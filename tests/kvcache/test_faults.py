@@ -43,6 +43,7 @@ from tests.kvcache.caches import (
 )
 from tests.support import blocks
 from tests.support.blocks import chain, key
+from tests.support.index_choice import embedded
 from tests.support.mounts import break_down, fill_up, needs_root, remount, small_disk
 
 PAGES = 24
@@ -191,18 +192,18 @@ def segments_swapped(cache: KVCache, pool: Pool) -> set[int]:
     return {i for i, k in enumerate(KEYS) if place(cache, pool, k).segment in names}
 
 
-FAULTS: list[Damage] = [
+FAULTS = [
     page_missing_in_the_middle,
     truncated_segment,
     zeroed_segment,
     flipped_byte_in_the_payload,
     flipped_byte_in_the_header,
     reused_slot_with_a_stale_entry,
-    index_deleted,
-    index_file_alone_deleted,
-    index_truncated,
-    index_zeroed,
-    index_full_of_garbage,
+    pytest.param(index_deleted, marks=embedded),
+    pytest.param(index_file_alone_deleted, marks=embedded),
+    pytest.param(index_truncated, marks=embedded),
+    pytest.param(index_zeroed, marks=embedded),
+    pytest.param(index_full_of_garbage, marks=embedded),
     index_that_points_to_other_places,
     index_that_points_nowhere,
     segments_removed,

@@ -16,6 +16,7 @@ from dualpath_sglang.kvcache import KVCache
 from tests.kvcache.caches import read, used_bytes, write
 from tests.kvcache.processes import CRASHED, Hammer, hammer_chains, small
 from tests.support import blocks
+from tests.support.index_choice import source
 from tests.support.zygote import Zygote
 
 CAPACITY = 4 << 20
@@ -69,7 +70,7 @@ def threads_on_one_store(
         return known[name]
 
     monkeypatch.setattr(blocks, "content", content)
-    with Gauge(root) as gauge, KVCache(small(str(root), CAPACITY)) as cache:
+    with Gauge(root) as gauge, KVCache(small(str(root), CAPACITY), index=source()) as cache:
         hammer = Hammer(cache, CRASHED, hammer_chains(CRASHED, CAPACITY), pages=32)
         hammer.run(16, seconds, seed)
         stats = cache.stats()
@@ -90,7 +91,7 @@ def processes_on_one_store(root: Path, seconds: float, seed: int, children: Zygo
     assert ends == [0] * 4, [child.text() for child in running]
     assert all("{'reads'" in child.text() for child in running)
     assert CAPACITY // 2 < gauge.most <= CAPACITY
-    with KVCache(small(str(root), CAPACITY)) as cache:
+    with KVCache(small(str(root), CAPACITY), index=source()) as cache:
         cache.index.check()  # type: ignore[attr-defined]
         found = 0
         for of in CRASHED:
@@ -123,7 +124,7 @@ def test_four_processes_for_a_minute(root: Path, seed: int, children: Zygote) ->
 
 def test_the_gauge_sees_a_store_that_is_too_large(root: Path) -> None:
     """Control: it does look at the files."""
-    with Gauge(root) as gauge, KVCache(small(str(root), CAPACITY)) as cache:
+    with Gauge(root) as gauge, KVCache(small(str(root), CAPACITY), index=source()) as cache:
         pool = cache.attach(CRASHED[0])
         for i in range(2 * CAPACITY // CRASHED[0].slot_bytes // 8):
             write(pool, cache, blocks.chain(i, 8))
@@ -138,7 +139,7 @@ def test_the_hammer_sees_a_wrong_byte(
 ) -> None:
     """Control: its reads are compared with what the keys say."""
     real: Callable[..., bytes] = blocks.content
-    with KVCache(small(str(root), CAPACITY)) as cache:
+    with KVCache(small(str(root), CAPACITY), index=source()) as cache:
         hammer = Hammer(cache, CRASHED, chains=4, pages=16)
         monkeypatch.setattr(blocks, "content", lambda of, key: real(of, key + b"!"))
         for pool in hammer.pools:

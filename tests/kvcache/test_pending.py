@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dualpath_sglang.index import EmbeddedIndex, IndexUnavailableError
-from dualpath_sglang.index.recovery import rebuild
+from dualpath_sglang.index.redis.index import RedisIndex
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.pool import Pool
 from dualpath_storage import Geometry
@@ -25,28 +25,30 @@ from tests.kvcache.caches import (
     write,
 )
 from tests.support.blocks import chain
+from tests.support.index_choice import ON_REDIS, source
 
+INDEX = RedisIndex if ON_REDIS else EmbeddedIndex
 KEYS = chain("late", 6)
 READS = ("lookup", "prefix", "present", "freed", "wanted", "entries")
 WRITES = ("publish", "touch", "remove", "evict", "claim")
 
 
 class Outage:
-    """Makes calls of every embedded index fail."""
+    """Makes calls of every index fail."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch = patch
         self.names: set[str] = set()
         for name in (*READS, *WRITES):
-            self._wrap(name, getattr(EmbeddedIndex, name))
+            self._wrap(name, getattr(INDEX, name))
 
     def _wrap(self, name: str, original: Callable[..., object]) -> None:
-        def call(index: EmbeddedIndex, *args: object, **kwargs: object) -> object:
+        def call(index: object, *args: object, **kwargs: object) -> object:
             if name in self.names:
                 raise IndexUnavailableError("an outage of the test")
             return original(index, *args, **kwargs)
 
-        self._patch.setattr(EmbeddedIndex, name, call)
+        self._patch.setattr(INDEX, name, call)
 
     def begin(self, *names: str) -> None:
         self.names = set(names)
@@ -133,7 +135,7 @@ def test_an_index_made_anew_meanwhile_has_found_them(
     outage.begin("publish")
     assert write(pool, cache, KEYS) == [PENDING] * 6
     outage.end()
-    rebuild(root, cache.stores())
+    assert source().rebuild(root, cache.stores, timeout_s=60.0) == 8
     end = time.monotonic() + 30
     while cache._writer.pending or not all(read(pool, cache, KEYS)):
         assert time.monotonic() < end

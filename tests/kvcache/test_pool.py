@@ -25,6 +25,7 @@ from tests.kvcache.caches import (
     write,
 )
 from tests.support.blocks import chain, geometry
+from tests.support.index_choice import remove_index
 
 Opened = Callable[..., KVCache]
 OF = geometry("mha", layers=2)
@@ -51,11 +52,6 @@ def blank(cache: KVCache, pool: Pool, key: bytes) -> None:
     with path.open("r+b") as file:
         file.seek(spot.slot * OF.slot_bytes)
         file.write(bytes(4096))
-
-
-def remove_index(root: Path) -> None:
-    for path in root.glob("index.lmdb*"):
-        path.unlink()
 
 
 def renew(cache: KVCache) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +16,7 @@ import pytest
 from dualpath_sglang.index.redis import RedisSettings
 from dualpath_sglang.index.source import RedisSource
 from dualpath_sglang.kvcache import KVCache
+from dualpath_sglang.node import Node
 from dualpath_storage import Geometry, StoreError
 from tests.kvcache.caches import PENDING, PRESENT, STORED, killed, options, read, rescan, write
 from tests.support.blocks import chain
@@ -160,3 +166,31 @@ def test_a_redis_that_would_throw_the_index_away_is_refused_with_a_sentence(
     with server.admin() as admin:
         admin.config_set("maxmemory-policy", "noeviction")
     assert node().index.counts() == {}
+
+
+def test_nodes_tell_each_other_who_they_are(
+    node: Callable[..., KVCache], server: RedisServer, root: Path, of: Geometry
+) -> None:
+    source = RedisSource(RedisSettings.parse(server.url, environ={}), lookup_timeout_s=1.0)
+    silent = node()
+    with KVCache(options(root), index=source, node=Node("streaming", 3)) as cache:
+        write(cache.attach(of), cache, KEYS)
+        cache.maintain()
+        (report,) = silent.index.nodes().values()
+        assert (report["role"], report["rank"], report["pid"]) == ("streaming", 3, os.getpid())
+        end = time.monotonic() + RECOVERY_S
+        while report["segments"] != 1:
+            assert time.monotonic() < end
+            time.sleep(0.2)
+            (report,) = silent.index.nodes().values()
+        environment = {**os.environ, "DUALPATH_INDEX": server.url, "DUALPATH_INDEX_TIMEOUT_S": "1"}
+        command = [sys.executable, "-m", "dualpath_sglang.cli", "status", "--root", str(root)]
+        shown = subprocess.run(
+            [*command, "--json"], env=environment, capture_output=True, text=True, check=True
+        )
+        found = json.loads(shown.stdout)
+        assert list(found["nodes"]) == list(silent.index.nodes())
+        assert found["index"]["kind"] == "redis"
+        assert found["geometries"][0]["blocks"] == 12
+        table = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert f"{socket.gethostname()}:{os.getpid()}" in table.stdout

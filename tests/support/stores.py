@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from dualpath_sglang.index.embedded import EmbeddedIndex
 from dualpath_storage import Geometry
 from dualpath_storage.paths import GEOMETRY_FILE, segment_path
+from tests.support.index_choice import index_of
 
 HEADER_BYTES = 4096
-
-
-@contextmanager
-def index_of(root: Path) -> Iterator[EmbeddedIndex]:
-    index = EmbeddedIndex(root / "index.lmdb", read_only=True)
-    try:
-        yield index
-    finally:
-        index.close()
 
 
 def geometries(root: Path) -> dict[str, Geometry]:

@@ -18,6 +18,7 @@ BATCH, WRITE_BATCH = 1024, 256
 _OPEN = Script.of("open")
 _START_OVER = Script.of("start_over")
 _FILLED = Script.of("filled")
+_ENLIST = Script.of("enlist")
 _REGISTER = Script.of("register")
 _ROWS = ("meta", "rows", "lru", "orphans", "freed")
 
@@ -142,6 +143,7 @@ class Access:
         """
         if not calls:
             return []
+        seen = unit in self._seen  # before the call: others may register it meanwhile
         keys = [self.unit_key(unit, name) for name in _ROWS]
         runs = [Run(script, keys, [self.token, *arguments]) for arguments in calls]
         replies = self.client.call(self.unit_tag(unit), runs, end)
@@ -149,7 +151,7 @@ class Access:
             if reply == 0:
                 raise IndexDamagedError(f"The index of the store {self.store} was begun anew")
             if reply is None:
-                if unit in self._seen:
+                if seen:
                     self._lost(unit)
                 return None
         self._seen.add(unit)
@@ -174,7 +176,9 @@ class Access:
             raise IndexDamagedError(f"The index of the store {self.store} was begun anew")
         if new == 1 and known:
             self._lost(unit)
-        self.call_store([("HSET", registry, geometry_id, unit)], deadline)
+        enlist = Run(_ENLIST, [self.key("index"), registry], [self.token, geometry_id, unit])
+        if self.call_store([enlist], deadline) == [0]:
+            raise IndexDamagedError(f"The index of the store {self.store} was begun anew")
         self._seen.add(unit)
 
     def _lost(self, unit: bytes) -> None:

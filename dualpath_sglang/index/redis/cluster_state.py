@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
+from dualpath_sglang.index.base import Report
 from dualpath_sglang.index.redis.access import Access, batches
 from dualpath_sglang.index.redis.client import Run, Script
 from dualpath_storage import Geometry
-
-Report: TypeAlias = Mapping[str, str | int | float | bool]
 
 _CLAIM = Script.of("claim")
 _RELEASE = Script.of("release")

@@ -18,6 +18,7 @@ from dualpath_sglang.index.base import (
     IndexDamagedError,
     IndexUnavailableError,
     Record,
+    Report,
 )
 from dualpath_sglang.index.redis import walking
 from dualpath_sglang.index.redis.access import WRITE_BATCH, Access, batches
@@ -62,11 +63,18 @@ class RedisIndex:
     Args:
         access: the keys of the store; closed with the index.
         lookup_timeout_s: how long a lookup may take, for each 1024 keys of it.
+        watch: called in :meth:`upkeep`; raises when the store is not that store any more.
     """
 
     name = "redis"
 
-    def __init__(self, access: Access, lookup_timeout_s: float = 0.005) -> None:
+    def __init__(
+        self,
+        access: Access,
+        lookup_timeout_s: float = 0.005,
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._watch = watch
         self._access = access
         self._lookup_timeout_s = lookup_timeout_s
         self._doubts: deque[tuple[float, Geometry, list[tuple[bytes, int]]]] = deque(
@@ -351,7 +359,14 @@ class RedisIndex:
         """Empty the index at once and for all: whoever has it open finds it damaged."""
         self._access.start_over(self._write_until(timeout_s))
 
+    def report(self, node: str, fields: Report, ttl_s: float) -> None:
+        self.cluster.report(node, fields, ttl_s)
+
+    def nodes(self) -> dict[str, Report]:
+        return self.cluster.nodes()
+
     def upkeep(self) -> None:
+        self._watch()
         self._access.check(time.monotonic() + _READ_TIMEOUT_S)
         if not self._access.read_only:
             self._settle_doubts()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dualpath_sglang.index.base import IndexUnavailableError
@@ -19,6 +20,7 @@ def open_redis_index(
     lookup_timeout_s: float = 0.005,
     read_only: bool = False,
     timeout_s: float = 5.0,
+    watch: Callable[[], None] = lambda: None,
 ) -> RedisIndex:
     """The index of a store, begun when there is none.
 
@@ -29,6 +31,7 @@ def open_redis_index(
         lookup_timeout_s: how long a lookup may take, for each 1024 keys of it.
         read_only: never write; the index must exist.
         timeout_s: how long Redis may take to answer now.
+        watch: called in the index's upkeep; raises when the store is not that store any more.
 
     Raises:
         RedisMisconfiguredError: Redis is set up so that it would lose parts of the index.
@@ -55,4 +58,4 @@ def open_redis_index(
     except BaseException:
         client.close()
         raise
-    return RedisIndex(access, lookup_timeout_s)
+    return RedisIndex(access, lookup_timeout_s, watch)
