@@ -136,7 +136,7 @@ class Bench:
         for budget_s, modes in ((self._budget_s, MODES[:3]), (_NEVER_S, MODES[3:])):
             settings = {
                 "stall_budget_s": budget_s,
-                "stream_queue_depth": 2,
+                "stream_queue_depth": 4,
                 "load_timeout_s": 2 * _NEVER_S,
             }
             folder = self._folder / f"budget-{budget_s}"
@@ -152,14 +152,16 @@ class Bench:
 
     def _prepare(self, server: StreamingServer) -> None:
         server.store(*self._prompts)
-        # Each load is a few reads, of which two are under way at a time.
-        server.faults.on("read_delay", 0.05)
-        began = time.monotonic()
+        before = server.metric("dualpath_read_bytes_total")
         hit = server.generate(self._prompts[0], 1).cached.storage
-        took = time.monotonic() - began
         if hit < len(self._prompts[0]) - PAGE_TOKENS:
             raise BenchError(f"only {hit} tokens came from the store")
-        server.faults.on("read_delay", 0.05 * self._load_s / took)
+        end = time.monotonic() + 10.0  # metrics are published every second
+        while (size := server.metric("dualpath_read_bytes_total") - before) == 0:
+            if time.monotonic() > end:
+                raise BenchError("the server does not say how much it read")
+            time.sleep(0.1)
+        server.faults.on("read_rate", size / self._load_s)
         for prompt in self._prompts:  # how slow it is has to be seen
             server.flush()
             server.generate(prompt, 1)

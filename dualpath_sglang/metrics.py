@@ -177,9 +177,7 @@ class Metrics:
         self.gauge("store_capacity_bytes", stats.capacity_bytes)
 
     def stream(self, stats: StreamStats) -> None:
-        """Everything that a streamer counted since the last call."""
-        self._total("read_bytes", stats.read_bytes, part="stream")
-        self._total("read_seconds", stats.read_s, part="stream")
+        """What a streamer counted since the last call, beside its cache, which counts the I/O."""
         self._totals("repairs", "kind", {"reread": stats.repaired_blocks})
         self.gauge("read_queue_bytes", stats.queued_bytes)
         self.gauge("reads_in_flight", stats.in_flight_reads)
@@ -194,9 +192,9 @@ class Metrics:
         for value, total in list(values.items()):
             self._total(name, total, **{label: value})
 
-    def _total(self, name: str, total: float, *, part: str = "", **labels: str) -> None:
-        """Count what ``part`` of the process counted since the last call."""
-        key = (name, part, *_sorted(labels))
+    def _total(self, name: str, total: float, **labels: str) -> None:
+        """Count what was counted elsewhere since the last call."""
+        key = (name, *_sorted(labels))
         self.count(name, total - self._seen.get(key, 0), **labels)
         self._seen[key] = max(total, self._seen.get(key, 0))
 

@@ -18,15 +18,15 @@ pytestmark = pytest.mark.e2e
 
 SECONDS = 20.0
 CLIENTS = 6
-FLAGS = {
-    "overlap": ["--chunked-prefill-size", "128"],
-    "no_overlap": ["--disable-overlap-schedule"],
-}
+FLAGS = [
+    pytest.param(["--chunked-prefill-size", "128"], id="overlap"),
+    pytest.param(["--disable-overlap-schedule"], id="no_overlap", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("scheduling", FLAGS)
 def test_every_answer_is_right_whatever_happens_to_the_store(
-    scheduling: str, model: Callable[..., Path], tmp_path: Path
+    scheduling: list[str], model: Callable[..., Path], tmp_path: Path
 ) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
@@ -38,7 +38,7 @@ def test_every_answer_is_right_whatever_happens_to_the_store(
     ]
     settings = {"load_timeout_s": 1.0, "stall_budget_s": 1.0}
     # So small a pool that pages are evicted from the device all the time, and hit in the store.
-    flags = [*FLAGS[scheduling], "--max-total-tokens", "1280"]
+    flags = [*scheduling, "--max-total-tokens", "1280"]
     with StreamingServer(model("qwen3"), tmp_path / "server", *flags, settings=settings) as server:
         wanted = [server.uncached(prompt, 8).tokens for prompt in prompts]
         server.store(*prompts)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support import stores
 from tests.support.server import random_tokens
 from tests.support.streaming import PAGE_TOKENS, Background, StreamingServer, wait_for
 
@@ -111,6 +113,19 @@ def test_a_queued_request_is_looked_up_once(server: StreamingServer) -> None:
         return 0 < asked <= 3 * len(prompts)
 
     wait_for(settled)
+
+
+def test_bytes_that_were_read_are_counted_once(server: StreamingServer) -> None:
+    prompt = random_tokens(320, seed=72)
+    server.store(prompt)
+    time.sleep(2.5)  # whatever was read before is published
+    before = server.metric("dualpath_read_bytes_total")
+    assert server.generate(prompt, 1).cached.storage == 304
+    geometry = stores.geometries(server.root)["kv"]
+    wait_for(lambda: server.metric("dualpath_read_bytes_total") > before)
+    time.sleep(1.5)
+    read = server.metric("dualpath_read_bytes_total") - before
+    assert read == 304 // PAGE_TOKENS * geometry.block_bytes
 
 
 def test_the_metrics_tell_what_happened(server: StreamingServer) -> None:

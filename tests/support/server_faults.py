@@ -6,6 +6,7 @@ while a file of its name is in the folder; its content is the value:
 | name | value | effect |
 |---|---|---|
 | read_delay | seconds | every read of a hit sleeps first |
+| read_rate | bytes a second | reads of hits share this bandwidth |
 | hang | - | every read of a hit blocks until the file is gone |
 | no_wait | - | attention does not wait for layers (negative control) |
 | dead_reader | - | the worker that reads dies, once |
@@ -80,6 +81,18 @@ class _Switches:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def wait_for_bandwidth(self, size_bytes: int) -> None:
+        """Sleep until a store of the rate ``read_rate`` has read so many bytes more."""
+        rate = self.get("read_rate")
+        if rate is None:
+            return
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + size_bytes / float(rate)
+            until = self._free_at
+        time.sleep(max(0.0, until - time.monotonic()))
 
     def get(self, name: str) -> str | None:
         try:
@@ -125,6 +138,7 @@ def _around_read(switches: _Switches) -> Callable[..., Any]:
         if switches.take("dead_reader"):
             raise SystemExit("a fault of the test")
         time.sleep(float(switches.get("read_delay") or 0))
+        switches.wait_for_bandwidth(read.payload_bytes)
         while switches.get("hang") is not None:
             time.sleep(0.01)
         result = original(read, *args)
