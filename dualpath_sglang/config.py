@@ -207,7 +207,7 @@ class DualPathConfig(BaseSettings):
     capacity: Annotated[int | float, BeforeValidator(_capacity)] = DEFAULT_CAPACITY
     min_free: Annotated[float, BeforeValidator(_share), Field(ge=0, lt=1)] = 0.05
     segment_size: Annotated[Size, Field(ge=8192)] | None = None
-    io_threads: Annotated[int, Field(ge=1, le=256)] = 4
+    io_threads: Annotated[int, Field(ge=1, le=256)] = 8
     direct_io: Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)] = "auto"
     durability: Literal["none", "fdatasync"] = "none"
     read_timeout_s: Seconds = 10.0

@@ -35,7 +35,7 @@ class StoreOptions:
     capacity_fraction: float = 0.8
     min_free_fraction: float = 0.05
     segment_bytes: int | None = None
-    io_threads: int = 4
+    io_threads: int = 8
     direct_io: Literal["auto", "on", "off"] = "auto"
     durability: Literal["none", "fdatasync"] = "none"
     read_timeout_s: float = 10.0

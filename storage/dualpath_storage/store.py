@@ -38,6 +38,7 @@ from dualpath_storage.workers import Task, Workers
 logger = logging.getLogger(__name__)
 
 _MAX_BUFFERS = 1000  # the kernel takes 1024 a call
+_COPYING_THREADS = 4
 _MIN_IO_BYTES = 512 << 10  # neighbours merge up to this size even when workers stay idle
 
 _DEVICE_ERRORS = frozenset(
@@ -133,7 +134,8 @@ class BlockStore:
             range(len(items)), key=lambda i: (items[i].placement.segment, items[i].placement.slot)
         )
         groups = self._groups([items[i].placement for i in order], items, self._readers)
-        self._readers.run([task([order[i] for i in group]) for group in groups], deadline)
+        tasks = [task([order[i] for i in group]) for group in groups]
+        self._readers.run(self._lanes(tasks, items, deadline), deadline)
         return statuses
 
     def _groups(
@@ -158,6 +160,26 @@ class BlockStore:
                 groups.append([i])
             segment, following = place.segment, place.slot + 1
         return groups
+
+    def _lanes(
+        self, tasks: list[Task], items: Sequence[ReadItem] | Sequence[WriteItem], deadline: float
+    ) -> list[Task]:
+        """The tasks as they are, or several in one, for few threads, where they copy.
+
+        Copying needs the interpreter, and threads that wait for it only pass it around.
+        """
+        if len(tasks) <= _COPYING_THREADS or self._in_place(items[0].pieces):
+            return tasks
+
+        def lane(mine: Sequence[Task]) -> Task:
+            def run(arena: Arena) -> None:
+                for task in mine:
+                    if time.monotonic() < deadline:
+                        task(arena)
+
+            return run
+
+        return [lane(tasks[i::_COPYING_THREADS]) for i in range(_COPYING_THREADS)]
 
     def _read_group(
         self,
@@ -282,7 +304,8 @@ class BlockStore:
             return lambda arena: self._write_group(arena, items, group, statuses)
 
         groups = self._groups([item.placement for item in items], items, self._writers)
-        self._writers.run([task(group) for group in groups], deadline)
+        tasks = [task(group) for group in groups]
+        self._writers.run(self._lanes(tasks, items, deadline), deadline)
         return statuses
 
     def _write_group(
