@@ -40,7 +40,9 @@ class Fleet:
         wait_for(lambda: self.hit(server, prompt) >= WHOLE - PAGE_TOKENS, 60.0)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "deepseek_v2"])
+@pytest.fixture(
+    scope="module", params=["qwen3", pytest.param("deepseek_v2", marks=pytest.mark.slow)]
+)
 def fleet(
     request: pytest.FixtureRequest,
     model: Callable[..., Path],

@@ -25,8 +25,15 @@ Models = Callable[..., Path]
 # -- tensor parallelism -------------------------------------------------------------------------
 
 
+NO_OVERLAP = ["--disable-overlap-schedule"]
+
+
 @pytest.fixture(
-    scope="module", params=[("qwen3", []), ("deepseek_v2", ["--disable-overlap-schedule"])]
+    scope="module",
+    params=[
+        pytest.param(("qwen3", []), id="mha"),
+        pytest.param(("deepseek_v2", NO_OVERLAP), id="mla", marks=pytest.mark.slow),
+    ],
 )
 def two_ranks(
     request: pytest.FixtureRequest, model: Models, tmp_path_factory: pytest.TempPathFactory
@@ -81,7 +88,13 @@ def test_slow_lookups_do_not_part_the_ranks(two_ranks: StreamingServer) -> None:
 # -- a hybrid model -----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[[], ["--disable-overlap-schedule"]])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param([], id="overlap"),
+        pytest.param(NO_OVERLAP, id="no_overlap", marks=pytest.mark.slow),
+    ],
+)
 def hybrid(
     request: pytest.FixtureRequest, model: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[StreamingServer]:
@@ -135,7 +148,9 @@ def settled(server: StreamingServer, pages: int) -> None:
     wait_for(lambda: stores.block_count(server.root) >= pages)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "deepseek_v2", "mellum"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3", pytest.param("deepseek_v2", marks=pytest.mark.slow), "mellum"]
+)
 def test_each_mode_restores_what_the_other_stored(kind: str, model: Models, tmp_path: Path) -> None:
     root = tmp_path / "store"
     prompts = [PROMPT, random_tokens(500, seed=3)]
