@@ -109,7 +109,7 @@ def test_an_engine_gets_the_same_defaults(model: Callable[..., Path]) -> None:
         ('{"capacity": ', "cannot read --hicache-storage-backend-extra-config"),
         ("[1]", "cannot read --hicache-storage-backend-extra-config"),
         ("@/nowhere/settings.toml", "cannot read --hicache-storage-backend-extra-config"),
-        ('{"index": "redis://host"}', '"embedded", the only index of this version'),
+        ('{"index": "redis://a,b"}', "index names several Redis servers"),
         ('{"stall_budget_s": 0}', '"stall_budget_s" must be a number of seconds above 0'),
     ],
 )

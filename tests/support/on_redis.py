@@ -13,9 +13,13 @@ SUITES = (
     "tests/kvcache",
     "tests/e2e/test_roundtrip.py",
     "tests/e2e/test_store_faults.py",
+    "tests/e2e/test_full_disk.py",
+    "tests/e2e/test_streaming_restarts.py",
     "tests/e2e/test_streaming.py",
     "tests/e2e/test_streaming_faults.py",
-    "tests/e2e/test_streaming_models.py",
+    "tests/e2e/test_streaming_ranks.py",
+    "tests/e2e/test_streaming_hybrid.py",
+    "tests/e2e/test_streaming_modes.py",
     "tests/e2e/test_streaming_store_faults.py",
 )
 """What is about the store and who uses it. ``tests/index`` runs on both indexes as it is."""
