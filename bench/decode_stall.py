@@ -42,11 +42,13 @@ from rich.table import Table
 from bench.measure import BenchError, percentile, write_rows
 from tests.support import tiny_model
 from tests.support.server import random_tokens
-from tests.support.streaming import PAGE_TOKENS, StreamingServer
+from tests.support.streaming import PAGE_TOKENS, Background, StreamingServer
 
 TIMES_LONGER = 10
 MODES = ("alone", "recompute", "budget", "no_budget")
 _NEVER_S = 60.0
+_PATIENCE_S = 300.0
+_JSON = {"Content-Type": "application/json"}
 _DECODER = random_tokens(96, seed=1)
 
 
@@ -67,52 +69,35 @@ class Decode:
     """A streaming request on a thread of its own, and when each of its tokens came."""
 
     def __init__(self, server: StreamingServer, tokens: int) -> None:
-        self.gaps_s: list[float] = []
         self._server = server
         self._tokens = tokens
-        self._error: BaseException | None = None
         self._began = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._call = Background(lambda: list(self._times()))
 
     @property
     def running(self) -> bool:
         """Whether more tokens are to come."""
-        return self._thread.is_alive()
+        return self._call.running
 
     def wait_for_the_first(self) -> None:
         """Until it decodes."""
-        if not self._began.wait(60.0):
-            raise BenchError(f"the decode does not begin: {self._error!r}")
+        if not self._began.wait(_PATIENCE_S):
+            raise BenchError("the decode does not begin")
 
     def result(self) -> list[float]:
         """Seconds between tokens."""
-        self._thread.join(300.0)
-        if self._thread.is_alive() or self._error is not None:
-            raise BenchError(f"the decode did not end: {self._error!r}")
-        return self.gaps_s
-
-    def _run(self) -> None:
-        try:
-            times = list(self._times())
-            self.gaps_s = [b - a for a, b in itertools.pairwise(times)]
-        except BaseException as error:  # noqa: BLE001 -- told by result()
-            self._error = error
+        return [b - a for a, b in itertools.pairwise(self._call.result(_PATIENCE_S))]
 
     def _times(self) -> Iterator[float]:
-        connection = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=120.0)
+        connection = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=_PATIENCE_S)
         sampling = {"temperature": 0, "max_new_tokens": self._tokens, "ignore_eos": True}
         body = {"input_ids": _DECODER, "sampling_params": sampling, "stream": True}
         with contextlib.closing(connection):
             connection.request("POST", "/generate", json_format.dumps(body), _JSON)
-            reply = connection.getresponse()
-            for line in reply:
+            for line in connection.getresponse():
                 if line.startswith(b"data: {"):
                     self._began.set()
                     yield time.monotonic()
-
-
-_JSON = {"Content-Type": "application/json"}
 
 
 class Bench:

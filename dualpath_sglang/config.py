@@ -35,11 +35,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from dualpath_sglang.index.redis.settings import (
-    PASSWORD_VARIABLE,
-    IndexAddressError,
-    RedisSettings,
-)
+from dualpath_sglang.index.redis.settings import IndexAddressError, RedisSettings
 from dualpath_sglang.index.source import EmbeddedSource, IndexSource, RedisSource
 from dualpath_sglang.streaming.options import StreamOptions
 from dualpath_storage.options import StoreOptions
@@ -156,7 +152,7 @@ _SECRET = ("index", "index_password")
 def _index(value: str) -> str:
     """Refuse an address now rather than when it is used; never with a word of its own."""
     if value != "embedded":
-        RedisSettings.parse(value, environ={})  # its error is a ValueError
+        RedisSettings.parse(value)  # its error is a ValueError
     return value
 
 
@@ -302,9 +298,9 @@ class DualPathConfig(BaseSettings):
         if self.index == "embedded":
             return EmbeddedSource()
         secret = self.index_password
-        environ = {} if secret is None else {PASSWORD_VARIABLE: secret.get_secret_value()}
+        password = "" if secret is None else secret.get_secret_value()
         try:
-            settings = RedisSettings.parse(self.index, self.index_password_file, environ)
+            settings = RedisSettings.parse(self.index, self.index_password_file, password)
         except IndexAddressError as error:
             raise ConfigError(str(error)) from None
         return RedisSource(settings, self.index_timeout_s)

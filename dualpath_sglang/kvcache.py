@@ -18,11 +18,12 @@ from dualpath_sglang.evictor import Evictor
 from dualpath_sglang.index import Index, IndexMisconfiguredError, IndexUnavailableError
 from dualpath_sglang.index.keeper import IndexKeeper
 from dualpath_sglang.index.source import EmbeddedSource, IndexSource
-from dualpath_sglang.node import EVERY_S, TTL_S, Node
+from dualpath_sglang.node import Node, Reporter
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.promises import Promises
 from dualpath_sglang.reader import ReadBatch, Reader
 from dualpath_sglang.stats import CacheStats, Counters
+from dualpath_sglang.upkeep import Upkeep
 from dualpath_sglang.writer import Writer, WriteResult
 from dualpath_storage import (
     BlockStore,
@@ -44,9 +45,6 @@ logger = logging.getLogger(__name__)
 
 _OPEN_TIMEOUT_S = 120.0
 _ADOPT_TIMEOUT_S = 60.0
-_UPKEEP_EVERY_S = 1.0
-_AGREE_EVERY_S = 60.0
-_MAX_TOUCHES = 4096
 
 
 def _deadline(timeout_s: float | None, default_s: float) -> float:
@@ -92,8 +90,7 @@ class KVCache:
         except OSError as error:
             raise StoreError(f"The store's root {self.root} cannot be used: {error}.") from error
         self._source = index or EmbeddedSource()
-        self._node = node
-        self._reported_at = float("-inf")
+        self._reporter = None if node is None else Reporter(node)
         self._space = Space(options)
         self._counters = Counters()
         self._pools: dict[str, Pool] = {}
@@ -108,13 +105,8 @@ class KVCache:
             self._promises.held,
         )
         self._reader = Reader(options, self._counters)
-        self._touches: list[tuple[bytes, tuple[bytes, ...]]] = []
         self._writer = Writer(self._evictor, durable=options.durability == "fdatasync")
-        self._has_written = False
-        self._maintaining = threading.Lock()
         self._stalled = False
-        self._agreed_failures = 0
-        self._agree_at = float("-inf")
         self._readers = Workers(options.io_threads, "dualpath-read")
         self._writers = Workers(options.io_threads, "dualpath-write")
         self._keeper = IndexKeeper(self.root, self._open_index, self._settle)
@@ -124,12 +116,16 @@ class KVCache:
             self._readers.close()
             self._writers.close()
             raise StoreError(f"The index of {self.root} cannot be used: {error}.") from error
-        self._stop = threading.Event()
         self._closed = False
-        self._upkeep = threading.Thread(
-            target=self._upkeep_loop, name="dualpath-upkeep", daemon=True
+        self._upkeep = Upkeep(
+            options,
+            self._keeper,
+            self._index_or_none,
+            self._attached,
+            self._writer,
+            self._evictor,
+            self._tell,
         )
-        self._upkeep.start()
 
     # -- pools ------------------------------------------------------------------------------
 
@@ -259,9 +255,7 @@ class KVCache:
     def touch(self, pool: Pool, keys: Sequence[bytes]) -> None:
         """Note the use of a chain of keys, parents first. Written down later, in a batch."""
         if keys:
-            with self._lock:
-                if len(self._touches) < _MAX_TOUCHES:
-                    self._touches.append((pool.geometry.unit, tuple(keys)))
+            self._upkeep.touch(pool.geometry.unit, keys)
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -348,8 +342,7 @@ class KVCache:
         deadline = _deadline(timeout_s, self.options.write_timeout_s)
         batch = self._writer.batch(keys, pieces, parent, deadline)
         if pool.writer and keys:
-            self._has_written = True
-            with self._keeper.guarded(None if self._hangs() else self._keeper.index) as index:
+            with self._index_or_none() as index:
                 if not self._stalled and not self._closed:
                     self._writer.write(pool, index, batch)
         for name in WriteResult:
@@ -417,10 +410,9 @@ class KVCache:
 
         No other call may be under way, and none may follow.
         """
-        if self._stop.is_set():
+        if self._closed:
             return
-        self._stop.set()
-        self._upkeep.join(10.0)
+        self._upkeep.stop()
         self.maintain()
         self._closed = True
         self._readers.close()
@@ -447,58 +439,21 @@ class KVCache:
     # -- upkeep -----------------------------------------------------------------------------
 
     def maintain(self) -> None:
-        """What the upkeep thread does every second: touches, freed slots, a lost index."""
-        with self._maintaining:
-            self._keeper.ensure()
-            with self._lock:
-                touches, self._touches = self._touches, []
-            timeout_s = self.options.lookup_timeout_s
-            with self._index_or_none() as index:
-                if index is None:
-                    return
-                index.upkeep()
-                self._report(index)
-                if self.options.read_only:
-                    return
-                self._writer.publish_late(index, timeout_s)
-                self._agree(index)
-                for unit, chain in touches:
-                    index.touch(unit, chain, timeout_s)
-                for pool in self._attached():
-                    if pool.writer:
-                        pool.maintain(index, timeout_s)
-                if self._has_written:  # tools that only look have no say in the capacity
-                    self._evictor.shrink(index, timeout_s)
-                self._evictor.relieve(index, timeout_s)
+        """What happens every second by itself: touches, freed slots, a lost index."""
+        self._upkeep.run()
 
-    def _report(self, index: Index) -> None:
-        now = time.monotonic()
-        if self._node is None or now - self._reported_at < EVERY_S:
-            return
-        self._reported_at = now
+    def _tell(self, index: Index) -> None:
+        if self._reporter is not None:
+            self._reporter.tell(index, self._figures)
+
+    def _figures(self) -> dict[str, int]:
         stats = self.stats()
-        report = self._node.report(
-            capacity_bytes=stats.capacity_bytes,
-            used_bytes=stats.used_bytes,
-            pending_blocks=self._writer.pending,
-            segments=sum(len(pool.store.slots.owned()) for pool in self._attached()),
-        )
-        index.report(self._node.name, report, TTL_S)
-
-    def _agree(self, index: Index) -> None:
-        """After an outage slots and index may disagree: a change may be lost, or unnoticed."""
-        failures = self._keeper.failures
-        if failures != self._agreed_failures and time.monotonic() > self._agree_at:
-            self._agree_at = time.monotonic() + _AGREE_EVERY_S
-            self._settle(index)
-            self._agreed_failures = failures
-
-    def _upkeep_loop(self) -> None:
-        while not self._stop.wait(_UPKEEP_EVERY_S):
-            try:
-                self.maintain()
-            except Exception:
-                logger.exception("Upkeep of %s failed; it goes on", self.root)
+        return {
+            "capacity_bytes": stats.capacity_bytes,
+            "used_bytes": stats.used_bytes,
+            "pending_blocks": self._writer.pending,
+            "segments": sum(len(pool.store.slots.owned()) for pool in self._attached()),
+        }
 
     def _open_index(self) -> Index:
         read_only = self.options.read_only

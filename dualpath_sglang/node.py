@@ -6,12 +6,13 @@ import importlib.metadata
 import os
 import socket
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from dualpath_sglang.index import Report
+from dualpath_sglang.index import Index, Report
 
-EVERY_S = 2.0
-TTL_S = 10.0
+_EVERY_S = 2.0
+_TTL_S = 10.0
 """A node that has not reported for so long is gone."""
 
 
@@ -29,26 +30,47 @@ class Node:
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     began: float = field(default_factory=time.time)
+    version: str = field(default_factory=lambda: installed_version())
 
     @property
     def name(self) -> str:
         """Unique among all that use a store."""
         return f"{self.host}:{self.pid}:{self.role}:{self.rank}"
 
-    def report(self, **figures: int) -> Report:
-        """What is told: who it is, and what the caller measured."""
+    def report(self, figures: Mapping[str, int]) -> Report:
+        """What is told: who it is, and what was measured."""
         return {
             "role": self.role,
             "rank": self.rank,
             "host": self.host,
             "pid": self.pid,
             "up_s": round(time.time() - self.began, 1),
-            "version": version(),
+            "version": self.version,
             **figures,
         }
 
 
-def version() -> str:
+class Reporter:
+    """Tells the other nodes of an index about this one, now and then. For one thread."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._told_at = float("-inf")
+
+    def tell(self, index: Index, figures: Callable[[], Mapping[str, int]]) -> None:
+        """Do so if it is time and anybody wants to know.
+
+        Raises:
+            IndexUnavailableError: the index does not answer.
+        """
+        now = time.monotonic()
+        if not index.shared or now - self._told_at < _EVERY_S:
+            return
+        self._told_at = now
+        index.report(self._node.name, self._node.report(figures()), _TTL_S)
+
+
+def installed_version() -> str:
     """Of this package; empty where it is not installed."""
     try:
         return importlib.metadata.version("dualpath-sglang")

@@ -133,23 +133,15 @@ class PagePieces(CopyingPieces):
 
     def copy_to(self, others: Sequence[Pieces], area: memoryview, stride: int) -> bool:
         pages = self._pages_of(others)
-        if pages is None:
-            return False
-        for array, begin in self._memory.components or ():
-            blocks = self._blocks_of(area, stride, len(pages), array.dtype, begin)
-            for block, page in zip(blocks, pages, strict=True):
-                block[:] = array[page]
-        return True
+        for page, block in self._pairs(pages or (), area, stride):
+            block[:] = page
+        return pages is not None
 
     def copy_from(self, others: Sequence[Pieces], area: memoryview, stride: int) -> bool:
         pages = self._pages_of(others)
-        if pages is None:
-            return False
-        for array, begin in self._memory.components or ():
-            blocks = self._blocks_of(area, stride, len(pages), array.dtype, begin)
-            for block, page in zip(blocks, pages, strict=True):
-                array[page] = block
-        return True
+        for page, block in self._pairs(pages or (), area, stride):
+            page[:] = block
+        return pages is not None
 
     def _pages_of(self, others: Sequence[Pieces]) -> list[int] | None:
         """The pages of some blocks; None when they are not all of this memory."""
@@ -159,12 +151,15 @@ class PagePieces(CopyingPieces):
         pages = [o._page for o in others if isinstance(o, PagePieces) and o._memory is memory]
         return pages if len(pages) == len(others) else None
 
-    def _blocks_of(
-        self, area: memoryview, stride: int, count: int, dtype: np.dtype[np.void], begin: int
-    ) -> npt.NDArray[np.void]:
-        """One component, ``[block, layer]``, of blocks that lie end to end."""
+    def _pairs(
+        self, pages: Sequence[int], area: memoryview, stride: int
+    ) -> Iterator[tuple[npt.NDArray[np.void], npt.NDArray[np.void]]]:
+        """The layers of each component of each page, and of the block in ``area``."""
         layers, size = self._memory.layers, self._memory.layer_bytes
-        return np.ndarray((count, layers), dtype, area, offset=begin, strides=(stride, size))
+        for array, begin in self._memory.components or ():
+            shape, strides = (len(pages), layers), (stride, size)
+            blocks = np.ndarray(shape, array.dtype, area, offset=begin, strides=strides)
+            yield from zip((array[page] for page in pages), blocks, strict=True)
 
 
 def _suits_direct_io(extent: _Extent) -> bool:

@@ -49,36 +49,41 @@ class Unpublished:
         """Blocks that may be added."""
         return self._most - self._count
 
-    def add(self, pool: Pool, records: Sequence[Record], generation: int) -> None:
-        """Have whole blocks published later; their keys stay claimed in ``pool`` until then."""
-        with self._lock:
-            self._late.append(_Late(pool, records, generation))
-            self._count += len(records)
+    def add(self, pool: Pool, records: Sequence[Record], generation: int) -> set[bytes]:
+        """Have whole blocks published later, as many as there is room for.
 
-    def publish(self, index: Index, timeout_s: float) -> int:
-        """Publish what waits; how many blocks were.
+        Returns:
+            Their keys, which stay claimed in ``pool`` until then.
+        """
+        with self._lock:
+            records = records[: self.room]
+            if records:
+                self._late.append(_Late(pool, records, generation))
+                self._count += len(records)
+        return {record.key for record in records}
+
+    def publish(self, index: Index, timeout_s: float) -> None:
+        """Publish what waits.
 
         Raises:
             IndexUnavailableError: the index does not answer yet; the rest waits on.
         """
-        total = 0
         with self._publishing:
             while self._late:
                 late = self._late[0]
-                total += self._publish(index, late, timeout_s)
+                self._publish(index, late, timeout_s)
                 with self._lock:
                     self._late.popleft()
                     self._count -= len(late.records)
                 late.pool.end_claim([record.key for record in late.records], late.generation)
-        return total
 
     @staticmethod
-    def _publish(index: Index, late: _Late, timeout_s: float) -> int:
+    def _publish(index: Index, late: _Late, timeout_s: float) -> None:
         pool = late.pool
         owned = set(pool.store.slots.owned())
         records = [r for r in late.records if r.placement.segment in owned]
         if not records:  # their files are gone
-            return 0
+            return
         results = index.publish(pool.geometry, records, timeout_s)
         refused = [r for r, new in zip(records, results, strict=True) if not new]
         # An index that was made anew may have found these very blocks; others were first otherwise.
@@ -87,4 +92,3 @@ class Unpublished:
             if place != record.placement:
                 slot = Slot(record.placement.segment, record.placement.slot)
                 pool.store.slots.free(slot, late.generation, dirty=True)
-        return len(records) - len(refused)

@@ -83,6 +83,8 @@ class Writer:
     def __init__(self, evictor: Evictor, *, durable: bool) -> None:
         self._evictor = evictor
         self._durable = durable
+        self.used = False
+        """Whether anything was ever to be written."""
         self._late = Unpublished()
         self._refused_until = float("-inf")
         self._owner = secrets.token_hex(8)
@@ -103,6 +105,7 @@ class Writer:
         Raises:
             IndexUnavailableError: the index did not answer; what is stored all the same is PENDING.
         """
+        self.used = True
         with pool.claim(batch.keys, batch.generation) as claim:
             places: list[Placement | None] = [None] * len(batch.keys)
             away: IndexUnavailableError | None = None
@@ -143,13 +146,13 @@ class Writer:
             with contextlib.suppress(IndexUnavailableError):  # it expires
                 index.release(pool.geometry, list(missing), self._owner)
 
-    def publish_late(self, index: Index, timeout_s: float) -> int:
-        """Publish what is PENDING; how many blocks were.
+    def publish_late(self, index: Index, timeout_s: float) -> None:
+        """Publish what is PENDING.
 
         Raises:
             IndexUnavailableError: the index does not answer yet.
         """
-        return self._late.publish(index, timeout_s)
+        self._late.publish(index, timeout_s)
 
     @property
     def refused(self) -> bool:
@@ -195,7 +198,7 @@ class Writer:
                 except IndexUnavailableError as error:
                     index, away = None, error
             if index is None:
-                claim.kept = self._publish_later(pool, records, batch.generation)
+                claim.kept = self._late.add(pool, records, batch.generation)
         except BaseException:
             pool.store.slots.release(taken, dirty=True)
             raise
@@ -224,15 +227,8 @@ class Writer:
                 return pool.make_room(
                     len(missing), batch.generation, parent, index, self._evictor, batch.deadline
                 )
-        count = min(len(missing), max(0, self._late.room))
+        count = min(len(missing), self._late.room)
         return pool.free_room(count, batch.generation, batch.deadline)
-
-    def _publish_later(self, pool: Pool, records: Sequence[Record], generation: int) -> set[bytes]:
-        """The keys for which there is room."""
-        records = records[: max(0, self._late.room)]
-        if records:
-            self._late.add(pool, records, generation)
-        return {record.key for record in records}
 
     def _write_items(
         self, pool: Pool, items: Sequence[WriteItem], deadline: float

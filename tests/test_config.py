@@ -179,13 +179,19 @@ def test_an_address_that_is_no_index_is_refused_with_a_sentence(address: str) ->
     assert refusal(index=address).startswith("DualPath's index ")
 
 
+def password_of(config: DualPathConfig) -> str:
+    source = config.index_source()
+    assert isinstance(source, RedisSource)
+    return source.settings.password
+
+
 def test_a_password_is_never_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     address = "redis://user:s3cret@host:port"
     assert "s3cret" not in refusal(index=address)
     monkeypatch.setenv("DUALPATH_INDEX_PASSWORD", "s3cret")
     config = DualPathConfig.load({"index": "redis://host"})
     assert "s3cret" not in repr(config)
-    assert config.index_source().settings.password == "s3cret"  # type: ignore[attr-defined]
+    assert password_of(config) == "s3cret"
     monkeypatch.delenv("DUALPATH_INDEX_PASSWORD")
     with pytest.raises(ConfigError, match="cannot be read"):
         DualPathConfig.load(
@@ -194,4 +200,4 @@ def test_a_password_is_never_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path:
     file = tmp_path / "password"
     file.write_text("other\n")
     config = DualPathConfig.load({"index": "redis://host", "index_password_file": str(file)})
-    assert config.index_source().settings.password == "other"  # type: ignore[attr-defined]
+    assert password_of(config) == "other"

@@ -61,7 +61,7 @@ def status(
         "on the file system"
     )
     print_line(
-        f"index     {index['kind']}, {size(index['bytes'])}"
+        f"index     {index['kind']}{', ' + size(index['bytes']) if index['bytes'] else ''}"
         if index["problem"] is None
         else f"index     {index['problem']}: a server rebuilds it at start, `dualpath scan` now"
     )

@@ -62,6 +62,8 @@ class Index(Protocol):
     """One interface for all implementations. All may raise :class:`IndexUnavailableError`."""
 
     name: str
+    shared: bool
+    """Whether other machines use it, so that their nodes want to know of ours."""
 
     def present(self, unit: bytes, key: bytes) -> bool:
         """Whether any block of a unit is there."""
@@ -191,6 +193,14 @@ class Index(Protocol):
 
     def nodes(self) -> dict[str, Report]:
         """What every node said last, by its name."""
+        ...
+
+    def check(self) -> None:
+        """Walk every row, while nobody writes; for tools and tests.
+
+        Raises:
+            IndexDamagedError: one cannot be read or contradicts another.
+        """
         ...
 
     def upkeep(self) -> None:

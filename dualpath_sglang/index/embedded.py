@@ -69,6 +69,7 @@ class EmbeddedIndex:
     """
 
     name = "embedded"
+    shared = False
 
     def __init__(self, path: Path, *, read_only: bool = False, timeout_s: float = 5.0) -> None:
         self.path = path

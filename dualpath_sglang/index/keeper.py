@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_GRACE_S = 600.0
 _RETRY_S = (1.0, 60.0)
+_AGREE_EVERY_S = 60.0
 
 
 class IndexKeeper:
@@ -28,7 +29,8 @@ class IndexKeeper:
     Args:
         root: the store's root, for messages.
         open_index: opens the index, and rebuilds it when it must.
-        opened: told of a freshly opened index before anybody else uses it.
+        opened: told of a freshly opened index before anybody else uses it, and of one that did
+            not answer for a while: a change may be lost, or have gone unnoticed.
     """
 
     def __init__(
@@ -42,8 +44,8 @@ class IndexKeeper:
         self._lock = threading.Lock()
         self._notices = Notices(logger)
         self._retry_at = float("-inf")
-        self.failures = 0
-        """Calls that the index did not answer."""
+        self._doubted = False
+        self._agree_at = float("-inf")
         self._retry_s = _RETRY_S[0]
 
     @property
@@ -62,9 +64,18 @@ class IndexKeeper:
     def ensure(self) -> None:
         """Open the index if there is none; after a failure, not again for a while."""
         self._close_lost()
-        if self._index is not None or time.monotonic() < self._retry_at:
+        if self._index is not None:
+            self._agree(self._index)
+        elif time.monotonic() >= self._retry_at:
+            self._open(first=False)
+
+    def _agree(self, index: Index) -> None:
+        if not self._doubted or time.monotonic() < self._agree_at:
             return
-        self._open(first=False)
+        self._doubted = False  # before the look: what fails from now on counts again
+        with self.guarded(index):
+            self._opened(index)
+            self._agree_at = time.monotonic() + _AGREE_EVERY_S
 
     def _open(self, *, first: bool) -> None:
         try:
@@ -93,7 +104,7 @@ class IndexKeeper:
                     # Other threads may still be reading it.
                     self._lost.append((time.monotonic(), index))
         except (IndexUnavailableError, OSError) as error:
-            self.failures += 1
+            self._doubted = True
             self._notices.warn("%s does not answer for now: %s", self._root, error)
         else:
             if index is not None and index is self._index:

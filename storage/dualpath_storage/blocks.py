@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -56,11 +56,8 @@ def gather(blocks: Sequence[Pieces], area: memoryview, stride: int) -> None:
     first = blocks[0] if blocks else None
     if isinstance(first, CopyingPieces) and first.copy_to(blocks, area, stride):
         return
-    for i, pieces in enumerate(blocks):
-        offset = i * stride
-        for piece in pieces:
-            area[offset : offset + len(piece)] = piece
-            offset += len(piece)
+    for piece, place in _pairs(blocks, area, stride):
+        place[:] = piece
 
 
 def scatter(blocks: Sequence[Pieces], area: memoryview, stride: int) -> None:
@@ -68,10 +65,18 @@ def scatter(blocks: Sequence[Pieces], area: memoryview, stride: int) -> None:
     first = blocks[0] if blocks else None
     if isinstance(first, CopyingPieces) and first.copy_from(blocks, area, stride):
         return
+    for piece, place in _pairs(blocks, area, stride):
+        piece[:] = place
+
+
+def _pairs(
+    blocks: Sequence[Pieces], area: memoryview, stride: int
+) -> Iterator[tuple[memoryview, memoryview]]:
+    """Each piece, and its place in ``area``."""
     for i, pieces in enumerate(blocks):
         offset = i * stride
         for piece in pieces:
-            piece[:] = area[offset : offset + len(piece)]
+            yield piece, area[offset : offset + len(piece)]
             offset += len(piece)
 
 

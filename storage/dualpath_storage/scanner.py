@@ -65,9 +65,7 @@ class Scanner:
                 page = arena.headers(HEADER_BYTES)[:HEADER_BYTES]
                 for slot in part:
                     try:
-                        got = self._files.get(number).read(
-                            [page], slot * self._files.geometry.slot_bytes
-                        )
+                        got = self._files.get(number).read([page], slot * geometry.slot_bytes)
                     except OSError as error:
                         self._notices.warn("Scanning %s failed: %s", self._files.directory, error)
                         continue

@@ -7,28 +7,23 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from dualpath_storage import header as headers
-from dualpath_storage.backends import Backend, SegmentFile
+from dualpath_storage.backends import Backend
+from dualpath_storage.block_io import BlockIo
 from dualpath_storage.blocks import (
-    CopyingPieces,
-    Pieces,
     Placement,
     ReadItem,
     ReadStatus,
     WriteItem,
     WriteStatus,
-    gather,
-    pieces_of,
-    scatter,
 )
 from dualpath_storage.geometry import Geometry
 from dualpath_storage.header import HEADER_BYTES, Header
 from dualpath_storage.memory import Arena, aligned
 from dualpath_storage.notices import Notices
-from dualpath_storage.ranges import RangeItem, RangeRead, RangeReader, RangeShape, check_header
+from dualpath_storage.ranges import RangeItem, RangeRead, RangeReader, RangeShape
 from dualpath_storage.scanner import Scanner
 from dualpath_storage.segments import Segments
 from dualpath_storage.slots import Slot
@@ -37,7 +32,6 @@ from dualpath_storage.workers import Task, Workers
 
 logger = logging.getLogger(__name__)
 
-_MAX_BUFFERS = 1000  # the kernel takes 1024 a call
 _COPYING_THREADS = 4
 _MIN_IO_BYTES = 512 << 10  # neighbours merge up to this size even when workers stay idle
 
@@ -90,17 +84,15 @@ class BlockStore:
         self.files = Segments(self.directory, geometry, backend, space)
         self.slots = self.files.slots
         self.io = IoCounters()
-        self._alignment = backend.alignment
         self._readers = readers
         self._writers = writers
         self._max_blocks = max(1, max_io_bytes // geometry.slot_bytes)
         self._min_blocks = max(1, _MIN_IO_BYTES // geometry.slot_bytes)
-        self._pad_bytes = geometry.slot_bytes - HEADER_BYTES - geometry.block_bytes
         self._lock = threading.Lock()
-        self._refused = False
         self._notices = Notices(logger)
         self._scanner = Scanner(self.files, readers, self._notices)
         self._ranges = RangeReader(geometry, self.files.get, self._failed_read, max_io_bytes)
+        self._blocks = BlockIo(geometry, self._ranges, direct=backend.alignment > 1)
 
     def close(self) -> None:
         """Close every file and so give up every lock. No I/O may be running."""
@@ -149,8 +141,7 @@ class BlockStore:
             return []
         share = -(-len(items) // workers.count)
         most = min(max(share, self._min_blocks), self._max_blocks)
-        if self._in_place(items[0].pieces):
-            most = max(1, min(most, _MAX_BUFFERS // (len(items[0].pieces) + 2)))
+        most = min(most, self._blocks.most(items[0].pieces))
         groups: list[list[int]] = []
         segment, following = -1, -1
         for i, place in enumerate(placements):
@@ -168,7 +159,7 @@ class BlockStore:
 
         Copying needs the interpreter, and threads that wait for it only pass it around.
         """
-        if len(tasks) <= _COPYING_THREADS or self._in_place(items[0].pieces):
+        if len(tasks) <= _COPYING_THREADS or self._blocks.in_place(items[0].pieces):
             return tasks
 
         def lane(mine: Sequence[Task]) -> Task:
@@ -211,8 +202,8 @@ class BlockStore:
         try:
             file = self.files.get(items[0].placement.segment)
             if window == (0, self.geometry.layers):
-                return self._read_whole(arena, file, items)
-            return self._read_window(arena, items, window)
+                return self._blocks.read(arena, file, items)
+            return self._blocks.read_window(arena, items, window)
         except OSError as error:
             return [self._failed_read(error)] * len(items)
 
@@ -227,56 +218,6 @@ class BlockStore:
         with self._lock:
             self.io.read_bytes += size
             self.io.read_s += seconds
-
-    def _read_whole(
-        self, arena: Arena, file: SegmentFile, items: Sequence[ReadItem]
-    ) -> list[ReadStatus]:
-        size = self.geometry.slot_bytes
-        offset = items[0].placement.slot * size
-        if self._in_place(items[0].pieces):
-            pages, blocks, buffers = self._buffers(arena, items)
-            try:
-                got = file.read(buffers, offset)
-            except OSError as error:
-                if not self._refuses(error):
-                    raise
-            else:
-                return [
-                    self._check(pages[i], item, blocks[i], got - i * size)
-                    for i, item in enumerate(items)
-                ]
-        area = arena.payload(len(items) * size)[: len(items) * size]
-        got = file.read([area], offset)
-        results = []
-        for i, item in enumerate(items):
-            slot = area[i * size : (i + 1) * size]
-            layers = pieces_of(slot[HEADER_BYTES:], self.geometry)
-            results.append(self._check(slot[:HEADER_BYTES], item, layers, got - i * size))
-        _scatter_good(items, results, area[HEADER_BYTES:], size)
-        return results
-
-    def _read_window(
-        self, arena: Arena, items: Sequence[ReadItem], window: tuple[int, int]
-    ) -> list[ReadStatus]:
-        """The layers of the window, which rarely lie on page borders: by way of the arena."""
-        shape = RangeShape(self.geometry, *window, header=True)
-        area = arena.payload(len(items) * shape.stride)
-        reads = self._ranges.read([RangeItem(i.key, i.placement) for i in items], shape, area)
-        results = [read.status for read in reads]
-        begin, end = (layer * len(items[0].pieces) // self.geometry.layers for layer in window)
-        if end - begin < len(items[0].pieces):
-            items = [replace(item, pieces=item.pieces[begin:end]) for item in items]
-        _scatter_good(items, results, area[shape.lead :], shape.stride)
-        return results
-
-    def _check(self, page: memoryview, item: ReadItem, block: Pieces, got: int) -> ReadStatus:
-        if got < HEADER_BYTES + self.geometry.block_bytes:
-            return ReadStatus.SHORT
-        found = check_header(page, self.geometry, item.key, item.placement)
-        if isinstance(found, ReadStatus):
-            return found
-        sums = headers.layer_checksums(block, self.geometry.layers)
-        return ReadStatus.OK if tuple(sums) == found.checksums else ReadStatus.CHECKSUM
 
     def read_range(
         self, items: Sequence[RangeItem], shape: RangeShape, area: memoryview
@@ -319,7 +260,7 @@ class BlockStore:
         began = time.perf_counter()
         status = WriteStatus.IO_ERROR
         try:
-            if self._write_blocks(arena, chosen):
+            if self._blocks.write(arena, self.files.owned(chosen[0].placement.segment), chosen):
                 status = WriteStatus.OK
         except OSError as error:
             status = _write_error(error)
@@ -330,37 +271,6 @@ class BlockStore:
         with self._lock:
             self.io.written_bytes += size
             self.io.write_s += time.perf_counter() - began
-
-    def _write_blocks(self, arena: Arena, items: Sequence[WriteItem]) -> bool:
-        size = self.geometry.slot_bytes
-        file = self.files.owned(items[0].placement.segment)
-        offset = items[0].placement.slot * size
-        if self._in_place(items[0].pieces):
-            pages, blocks, buffers = self._buffers(arena, items)
-            if self._pad_bytes:
-                buffers[-1][:] = bytes(self._pad_bytes)  # the same memory pads every block
-            for page, block, item in zip(pages, blocks, items, strict=True):
-                self._encode(page, block, item)
-            try:
-                return file.write(buffers, offset) == len(items) * size
-            except OSError as error:
-                if not self._refuses(error):
-                    raise
-        area = arena.payload(len(items) * size)[: len(items) * size]
-        gather([item.pieces for item in items], area[HEADER_BYTES:], size)
-        for i, item in enumerate(items):
-            slot = area[i * size : (i + 1) * size]
-            payload = slot[HEADER_BYTES:]
-            if self._pad_bytes:
-                payload[self.geometry.block_bytes :] = bytes(self._pad_bytes)
-            self._encode(slot[:HEADER_BYTES], pieces_of(payload, self.geometry), item)
-        return file.write([area], offset) == len(items) * size
-
-    def _encode(self, page: memoryview, block: Pieces, item: WriteItem) -> None:
-        sums = headers.layer_checksums(block, self.geometry.layers)
-        headers.encode_into(
-            page, self.geometry, item.key, item.parent, item.placement.generation, sums
-        )
 
     def sync(self, segments: Sequence[int], deadline: float) -> bool:
         """Make the writes to these owned segments durable; False when one could not be."""
@@ -420,45 +330,6 @@ class BlockStore:
         numbers = self.files.numbers() if segments is None else segments
         return self._scanner.scan(numbers, skip=skip, unread=unread, timeout_s=timeout_s)
 
-    # -- shared -----------------------------------------------------------------------------
-
-    def _buffers(
-        self, arena: Arena, items: Sequence[ReadItem] | Sequence[WriteItem]
-    ) -> tuple[list[memoryview], list[list[memoryview]], list[memoryview]]:
-        """Header pages, pieces, and the whole vector: header, pieces, padding, block by block."""
-        area = arena.headers((len(items) + 1) * HEADER_BYTES)
-        pages = [area[i * HEADER_BYTES : (i + 1) * HEADER_BYTES] for i in range(len(items))]
-        pad = area[len(items) * HEADER_BYTES :][: self._pad_bytes]
-        blocks = [list(item.pieces) for item in items]
-        buffers: list[memoryview] = []
-        for page, block in zip(pages, blocks, strict=True):
-            buffers.append(page)
-            buffers += block
-            if self._pad_bytes:
-                buffers.append(pad)
-        return pages, blocks, buffers
-
-    def _in_place(self, pieces: Pieces) -> bool:
-        """Whether the kernel is given the caller's memory itself.
-
-        Through the page cache, because it copies anyway, and where memory is as good as our own.
-        Otherwise direct I/O uses the workers' memory in huge pages, and a copy: ordinary memory
-        lies in scattered 4 KiB pages, each a segment of its own to the device, which costs more
-        than copying from memory that is in the cache.
-        """
-        if len(pieces) + 2 > _MAX_BUFFERS:
-            return False
-        return self._alignment == 1 or (
-            isinstance(pieces, CopyingPieces) and pieces.suit_direct_io and not self._refused
-        )
-
-    def _refuses(self, error: OSError) -> bool:
-        """Whether the system does not take the caller's memory for direct I/O; then never again."""
-        if self._alignment == 1 or error.errno not in (errno.EINVAL, errno.EFAULT):
-            return False
-        self._refused = True
-        return True
-
 
 def _write_error(error: OSError) -> WriteStatus:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -466,16 +337,3 @@ def _write_error(error: OSError) -> WriteStatus:
     if error.errno == errno.EROFS:
         return WriteStatus.READ_ONLY
     return WriteStatus.IO_ERROR if error.errno in _DEVICE_ERRORS else WriteStatus.UNAVAILABLE
-
-
-def _scatter_good(
-    items: Sequence[ReadItem], results: Sequence[ReadStatus], area: memoryview, stride: int
-) -> None:
-    """Copy runs of good blocks to where they belong."""
-    begin = 0
-    for i in range(len(items) + 1):
-        if i < len(items) and results[i] is ReadStatus.OK:
-            continue
-        if begin < i:
-            scatter([item.pieces for item in items[begin:i]], area[begin * stride :], stride)
-        begin = i + 1

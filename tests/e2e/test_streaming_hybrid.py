@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
+from tests.e2e.prompts import NO_OVERLAP, PROMPT, Models
 from tests.support import stores
 from tests.support.index_choice import index_of
-from tests.support.server import random_tokens
 from tests.support.streaming import PAGE_TOKENS, StreamingServer
 
 pytestmark = pytest.mark.e2e
-
-PROMPT = random_tokens(500, seed=1)
-OTHER = random_tokens(300, seed=2)
-WHOLE = len(PROMPT) // PAGE_TOKENS * PAGE_TOKENS
-
-Models = Callable[..., Path]
-
-
-NO_OVERLAP = ["--disable-overlap-schedule"]
 
 
 @pytest.fixture(

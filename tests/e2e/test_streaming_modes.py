@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.prompts import OTHER, PROMPT, WHOLE, Models
 from tests.support import stores
 from tests.support.server import Answer, random_tokens
 from tests.support.streaming import PAGE_TOKENS, StreamingServer
 
 pytestmark = pytest.mark.e2e
-
-PROMPT = random_tokens(500, seed=1)
-OTHER = random_tokens(300, seed=2)
-WHOLE = len(PROMPT) // PAGE_TOKENS * PAGE_TOKENS
-
-Models = Callable[..., Path]
 
 
 def hicache(model: Path, folder: Path, root: Path) -> StreamingServer:

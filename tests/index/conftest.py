@@ -6,7 +6,6 @@ import contextlib
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
@@ -17,14 +16,6 @@ from tests.support.redis_server import RedisServer
 from tests.support.zygote import Zygote, zygote
 
 KINDS = ("embedded", "redis")
-
-
-class CheckedIndex(Index, Protocol):
-    """An index that can look at itself."""
-
-    def check(self) -> None:
-        """Raises IndexDamagedError when one row contradicts another."""
-        ...
 
 
 @pytest.fixture(scope="session")
@@ -40,13 +31,13 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(params=KINDS)
-def open_index(request: pytest.FixtureRequest, path: Path) -> Iterator[Callable[[], CheckedIndex]]:
+def open_index(request: pytest.FixtureRequest, path: Path) -> Iterator[Callable[[], Index]]:
     """`open_index()`: the index of this test's store, closed after the test."""
     store = secrets.token_hex(8)
     with contextlib.ExitStack() as opened:
 
-        def make() -> CheckedIndex:
-            index: CheckedIndex
+        def make() -> Index:
+            index: Index
             if request.param == "embedded":
                 index = EmbeddedIndex(path)
             else:
@@ -60,7 +51,7 @@ def open_index(request: pytest.FixtureRequest, path: Path) -> Iterator[Callable[
 
 
 @pytest.fixture
-def index(open_index: Callable[[], CheckedIndex]) -> CheckedIndex:
+def index(open_index: Callable[[], Index]) -> Index:
     return open_index()
 
 

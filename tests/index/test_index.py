@@ -7,20 +7,19 @@ from collections.abc import Callable
 
 import pytest
 
-from dualpath_sglang.index import Entry, Record, passes
+from dualpath_sglang.index import Entry, Index, Record, passes
 from dualpath_storage import NO_PARENT, Placement
-from tests.index.conftest import CheckedIndex
 from tests.index.records import FOREVER_S, INDEXER, KV, OTHER, records
 from tests.support.blocks import chain, key
 
 ONE = {KV.id_bytes: 1, INDEXER.id_bytes: 1, OTHER.id_bytes: 1}
 
 
-def keys_of(index: CheckedIndex) -> set[bytes]:
+def keys_of(index: Index) -> set[bytes]:
     return {entry.key for entry in index.entries()}
 
 
-def test_an_entry_says_all_there_is_to_say(index: CheckedIndex) -> None:
+def test_an_entry_says_all_there_is_to_say(index: Index) -> None:
     a, b = chain("a", 2)
     index.publish(KV, records([a, b], segment=2**32 - 1, slot=7, generation=2**64 - 1), FOREVER_S)
     rows = {entry.key: entry for entry in index.entries(KV)}
@@ -36,7 +35,7 @@ def test_an_entry_says_all_there_is_to_say(index: CheckedIndex) -> None:
     assert list(index.entries(OTHER)) == []
 
 
-def test_what_stands_is_not_replaced(index: CheckedIndex) -> None:
+def test_what_stands_is_not_replaced(index: Index) -> None:
     first = Record(key("a"), NO_PARENT, Placement(1, 1, 1))
     second = Record(key("a"), NO_PARENT, Placement(2, 2, 2))
     assert index.publish(KV, [first, second], FOREVER_S) == [True, False] or index.lookup(
@@ -47,7 +46,7 @@ def test_what_stands_is_not_replaced(index: CheckedIndex) -> None:
     assert index.lookup(KV, [key("a")]) == [place]
 
 
-def test_a_page_goes_with_all_its_pools(index: CheckedIndex) -> None:
+def test_a_page_goes_with_all_its_pools(index: Index) -> None:
     keys = chain("a", 3)
     index.publish(KV, records(keys), FOREVER_S)
     index.publish(INDEXER, records(keys, segment=9), FOREVER_S)
@@ -59,7 +58,7 @@ def test_a_page_goes_with_all_its_pools(index: CheckedIndex) -> None:
     assert index.prefix(KV, keys) == index.prefix(INDEXER, keys) == 2
 
 
-def test_units_of_other_models_are_other_pages(index: CheckedIndex) -> None:
+def test_units_of_other_models_are_other_pages(index: Index) -> None:
     keys = chain("a", 3)
     index.publish(KV, records(keys), FOREVER_S)
     index.publish(OTHER, records(keys), FOREVER_S)
@@ -68,7 +67,7 @@ def test_units_of_other_models_are_other_pages(index: CheckedIndex) -> None:
     assert index.prefix(OTHER, keys) == 3
 
 
-def test_eviction_goes_by_last_use_and_from_the_leaves(index: CheckedIndex) -> None:
+def test_eviction_goes_by_last_use_and_from_the_leaves(index: Index) -> None:
     trunk, left, right = chain("trunk", 2), chain("left", 3), chain("right", 2)
     index.publish(KV, records(trunk), FOREVER_S)
     index.publish(KV, records(left, parent=trunk[-1], slot=10), FOREVER_S)
@@ -85,7 +84,7 @@ def test_eviction_goes_by_last_use_and_from_the_leaves(index: CheckedIndex) -> N
     assert gone == [right[1], right[0], left[2], left[1], left[0], trunk[1], trunk[0]]
 
 
-def test_a_parent_that_comes_late_is_found_to_be_one(index: CheckedIndex) -> None:
+def test_a_parent_that_comes_late_is_found_to_be_one(index: Index) -> None:
     """As after a damaged page in the middle was taken out and stored again."""
     keys = chain("a", 5)
     index.publish(KV, records(keys), FOREVER_S)
@@ -97,7 +96,7 @@ def test_a_parent_that_comes_late_is_found_to_be_one(index: CheckedIndex) -> Non
         assert index.prefix(KV, keys) == left
 
 
-def test_a_page_is_as_recent_as_the_child_it_lost(index: CheckedIndex) -> None:
+def test_a_page_is_as_recent_as_the_child_it_lost(index: Index) -> None:
     old, new = chain("old", 2), chain("new", 1)
     index.publish(KV, records(old), FOREVER_S)
     index.publish(KV, records(new, slot=10), FOREVER_S)
@@ -107,7 +106,7 @@ def test_a_page_is_as_recent_as_the_child_it_lost(index: CheckedIndex) -> None:
     assert keys_of(index) == {old[0]}
 
 
-def test_the_chain_that_room_is_made_for_stays(index: CheckedIndex) -> None:
+def test_the_chain_that_room_is_made_for_stays(index: Index) -> None:
     mine, other = chain("mine", 4), chain("other", 3)
     index.publish(KV, records(mine), FOREVER_S)
     index.publish(KV, records(other, slot=10), FOREVER_S)
@@ -120,7 +119,7 @@ def test_the_chain_that_room_is_made_for_stays(index: CheckedIndex) -> None:
 
 
 def test_what_is_of_use_to_the_caller_goes_first_within_reason(
-    index: CheckedIndex, monkeypatch: pytest.MonkeyPatch
+    index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(passes, "_MIN_PASSES", 3)
     for i in range(5):
@@ -136,14 +135,14 @@ def test_what_is_of_use_to_the_caller_goes_first_within_reason(
     assert freed.slot.segment == 1, "better than nothing"
 
 
-def test_what_was_passed_over_once_does_not_hide_what_follows(index: CheckedIndex) -> None:
+def test_what_was_passed_over_once_does_not_hide_what_follows(index: Index) -> None:
     for i, segment in enumerate([1, 1, 2, 2, 1, 2, 2]):
         index.publish(KV, records([key(i)], segment=segment, slot=i), FOREVER_S)
     freed = index.evict(ONE, 4, FOREVER_S, prefer={(KV.id_bytes, 2)})
     assert [row.slot.slot for row in freed] == [2, 3, 5, 6]
 
 
-def test_what_is_promised_stays_and_all_that_it_descends_from(index: CheckedIndex) -> None:
+def test_what_is_promised_stays_and_all_that_it_descends_from(index: Index) -> None:
     mine, other = chain("mine", 4), chain("other", 3)
     index.publish(KV, records(mine), FOREVER_S)
     index.publish(OTHER, records(mine, slot=10), FOREVER_S)
@@ -159,7 +158,7 @@ def test_what_is_promised_stays_and_all_that_it_descends_from(index: CheckedInde
     index.check()
 
 
-def test_models_that_are_used_by_turns_go_by_turns(index: CheckedIndex) -> None:
+def test_models_that_are_used_by_turns_go_by_turns(index: Index) -> None:
     for i in range(40):
         index.publish(KV, records([key(i)], slot=i), FOREVER_S)
         index.publish(OTHER, records([key(i)], slot=i), FOREVER_S)
@@ -170,14 +169,14 @@ def test_models_that_are_used_by_turns_go_by_turns(index: CheckedIndex) -> None:
     index.check()
 
 
-def test_unknown_geometries_count_as_nothing(index: CheckedIndex) -> None:
+def test_unknown_geometries_count_as_nothing(index: Index) -> None:
     index.publish(OTHER, records(chain("other", 3)), FOREVER_S)
     index.publish(KV, records(chain("kv", 3)), FOREVER_S)
     assert len(index.evict({KV.id_bytes: 10}, 20, FOREVER_S)) == 5
     assert len(keys_of(index)) == 1
 
 
-def test_a_segment_goes_with_all_that_descends_from_it(index: CheckedIndex) -> None:
+def test_a_segment_goes_with_all_that_descends_from_it(index: Index) -> None:
     keys = chain("a", 6)
     for i, name in enumerate(keys):
         parent = keys[i - 1] if i else NO_PARENT
@@ -194,7 +193,7 @@ def test_a_segment_goes_with_all_that_descends_from_it(index: CheckedIndex) -> N
     index.check()
 
 
-def test_the_segments_of_a_chain_are_those_of_its_ancestors(index: CheckedIndex) -> None:
+def test_the_segments_of_a_chain_are_those_of_its_ancestors(index: Index) -> None:
     keys = chain("a", 5)
     for i, name in enumerate(keys):
         parent = keys[i - 1] if i else NO_PARENT
@@ -207,7 +206,7 @@ def test_the_segments_of_a_chain_are_those_of_its_ancestors(index: CheckedIndex)
     assert index.chain_segments(KV.unit, key("absent")) == set()
 
 
-def test_freed_slots_wait_for_their_owner_until_they_are_used_again(index: CheckedIndex) -> None:
+def test_freed_slots_wait_for_their_owner_until_they_are_used_again(index: Index) -> None:
     keys = chain("a", 3)
     index.publish(KV, records(keys), FOREVER_S)
     freed = index.remove(KV, [(keys[0], 1), (keys[1], 1)], FOREVER_S)
@@ -219,14 +218,14 @@ def test_freed_slots_wait_for_their_owner_until_they_are_used_again(index: Check
     assert index.freed(KV, [1]) == []
 
 
-def test_only_the_block_that_was_meant_is_removed(index: CheckedIndex) -> None:
+def test_only_the_block_that_was_meant_is_removed(index: Index) -> None:
     index.publish(KV, records([key("a")], generation=5), FOREVER_S)
     assert index.remove(KV, [(key("a"), 4), (key("b"), 5)], FOREVER_S) == []
     assert index.remove(OTHER, [(key("a"), 5)], FOREVER_S) == []
     assert len(index.remove(KV, [(key("a"), 5)], FOREVER_S)) == 1
 
 
-def test_large_batches_and_long_chains(index: CheckedIndex) -> None:
+def test_large_batches_and_long_chains(index: Index) -> None:
     keys = chain("long", 16_384)
     assert all(index.publish(KV, records(keys), FOREVER_S))
     assert index.prefix(KV, keys) == 16_384
@@ -239,7 +238,7 @@ def test_large_batches_and_long_chains(index: CheckedIndex) -> None:
     assert index.counts() == {}
 
 
-def test_nothing_is_a_fine_batch(index: CheckedIndex) -> None:
+def test_nothing_is_a_fine_batch(index: Index) -> None:
     assert index.lookup(KV, []) == []
     assert index.prefix(KV, []) == 0
     assert index.publish(KV, [], FOREVER_S) == []
@@ -252,7 +251,7 @@ def test_nothing_is_a_fine_batch(index: CheckedIndex) -> None:
 # -- many users -------------------------------------------------------------------------------
 
 
-def test_those_who_open_it_see_the_same(open_index: Callable[[], CheckedIndex]) -> None:
+def test_those_who_open_it_see_the_same(open_index: Callable[[], Index]) -> None:
     a, b = open_index(), open_index()
     a.publish(KV, records(chain("a", 3)), FOREVER_S)
     assert b.prefix(KV, chain("a", 3)) == 3
@@ -260,7 +259,7 @@ def test_those_who_open_it_see_the_same(open_index: Callable[[], CheckedIndex]) 
     assert open_index().prefix(KV, chain("b", 3)) == 3
 
 
-def test_threads_read_write_and_evict_beside_each_other(index: CheckedIndex) -> None:
+def test_threads_read_write_and_evict_beside_each_other(index: Index) -> None:
     wrong: list[object] = []
 
     def work(seed: int) -> None:
@@ -286,7 +285,7 @@ def test_threads_read_write_and_evict_beside_each_other(index: CheckedIndex) -> 
     index.check()
 
 
-def test_a_walk_that_is_not_finished_holds_nothing(index: CheckedIndex) -> None:
+def test_a_walk_that_is_not_finished_holds_nothing(index: Index) -> None:
     index.publish(KV, records(chain("a", 10)), FOREVER_S)
     walk = index.entries()
     next(walk)

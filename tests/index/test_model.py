@@ -21,11 +21,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from dualpath_sglang.index import EmbeddedIndex, Freed, Record, embedded, passes
+from dualpath_sglang.index import EmbeddedIndex, Freed, Index, Record, embedded, passes
 from dualpath_sglang.index.redis import RedisSettings, evicting, open_redis_index
 from dualpath_sglang.index.redis.index import RedisIndex
 from dualpath_storage import NO_PARENT, Geometry, Placement, Slot
-from tests.index.conftest import CheckedIndex
 from tests.index.records import FOREVER_S, INDEXER, KV, OTHER
 from tests.support.blocks import key
 from tests.support.redis_server import RedisServer
@@ -64,9 +63,9 @@ class Model(RuleBasedStateMachine):
 
     def set_up(self) -> None:
         """Make what :meth:`open` needs; undone by ``self.patch``."""
-        raise NotImplementedError
+        raise NotImplementedError  # hypothesis' own metaclass leaves no room for that of ABC
 
-    def open(self) -> CheckedIndex:
+    def open(self) -> Index:
         raise NotImplementedError
 
     # -- what the model knows ---------------------------------------------------------------
@@ -339,7 +338,7 @@ class EmbeddedModel(Model):
         clock = mock.patch.object(embedded.time, "time_ns", lambda: self.clock * 1000)
         self.patch.enter_context(clock)
 
-    def open(self) -> CheckedIndex:
+    def open(self) -> Index:
         return EmbeddedIndex(self.directory / "index.lmdb")
 
 
@@ -352,7 +351,7 @@ class RedisModel(Model):
         self.patch.enter_context(clock)
         self.patch.enter_context(mock.patch.object(evicting, "_SLACK_US", 0))
 
-    def open(self) -> CheckedIndex:
+    def open(self) -> Index:
         settings = RedisSettings.parse(self.server.url)
         return open_redis_index(settings, self.store, lookup_timeout_s=FOREVER_S)
 

@@ -107,8 +107,8 @@ def rescan(cache: KVCache, of: Geometry) -> set[bytes]:
 
 def killed(cache: KVCache) -> None:
     """Let go of everything, as the kernel does for a killed process."""
-    cache._stop.set()
-    cache._upkeep.join()
+    cache._upkeep.stop()
+    cache._closed = True
     cache._readers.close()
     cache._writers.close()
     for pool in cache._attached():

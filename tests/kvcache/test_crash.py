@@ -43,7 +43,7 @@ def whole(cache: KVCache) -> dict[Geometry, set[bytes]]:
     finds the same set, nothing is larger than the capacity.
     """
     index = cache.index
-    index.check()  # type: ignore[attr-defined]
+    index.check()
     found = {}
     for of in CRASHED:
         pool = cache.attach(of)
@@ -80,7 +80,7 @@ def rebuilt(root: Path) -> dict[Geometry, set[bytes]]:
 def test_a_store_is_whole_after_every_kill(
     root: Path, children: Zygote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dualpath_sglang.kvcache._UPKEEP_EVERY_S", 3600)
+    monkeypatch.setattr("dualpath_sglang.upkeep.EVERY_S", 3600)
     seed = random.SystemRandom().randrange(1 << 32)
     print("seed", seed)
     rng = random.Random(seed)
@@ -173,8 +173,7 @@ def test_whole_blocks_that_were_not_published_are_adopted_and_torn_ones_blanked(
 
 def test_evicted_blocks_do_not_come_back_after_a_kill(root: Path, of: Geometry) -> None:
     first = one_segment(root)
-    first._stop.set()
-    first._upkeep.join()
+    first._upkeep.stop()
     pool = first.attach(of)
     write(pool, first, chain("a", 6))
     first.evict(3 * of.slot_bytes)

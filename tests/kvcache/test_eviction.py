@@ -148,7 +148,7 @@ def test_freed_slots_are_used_again(opened: Opened) -> None:
 def test_slots_that_another_process_freed_are_used_at_once(opened: Opened) -> None:
     owner, other_one = opened(**room_for(16)), opened(**room_for(16))
     pool = owner.attach(OF)
-    with owner._maintaining:  # not only when upkeep comes round
+    with owner._upkeep.running:  # not only when upkeep comes round
         write(pool, owner, chain("a", 16))
         assert other_one.evict(6 * SLOT) == 6
         assert write(pool, owner, chain("b", 6)) == [STORED] * 6
@@ -280,7 +280,7 @@ def test_a_model_gets_room_from_empty_segments_of_one_that_is_gone(
     root: Path, opened: Opened
 ) -> None:
     before = open_cache(root, **room_for(40))
-    before._stop.set()  # no upkeep that would give them up
+    before._upkeep.stop()  # no upkeep that would give them up
     write(before.attach(other("old")), before, chain("a", 40))
     before.evict(1 << 40)
     killed(before)

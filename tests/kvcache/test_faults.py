@@ -22,6 +22,7 @@ from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.pool import Pool
 from dualpath_storage import BlockStore, Geometry, ReadStatus, Slot
 from dualpath_storage import header as headers
+from dualpath_storage.block_io import BlockIo
 from dualpath_storage.ranges import check_header
 from tests.kvcache.caches import (
     DROPPED,
@@ -62,7 +63,7 @@ def no_upkeep(cache: KVCache) -> Iterator[None]:
     And a transaction can never be under way, which a damaged index could end together with the
     test's process; tests/index/test_damage.py is about that.
     """
-    with cache._maintaining:
+    with cache._upkeep.running:
         yield
 
 
@@ -309,7 +310,7 @@ def test_the_next_run_survives(root: Path, opened: Opened, of: Geometry, damage:
     write(first.attach(of), first, KEYS)
     with no_upkeep(first):
         lost = damage(first, first.attach(of))
-        first._stop.set()
+        first._upkeep.stop()
     killed(first)
     cache = opened(**small_segments(of))
     pool = cache.attach(of)
@@ -564,7 +565,7 @@ def test_without_the_checks_the_damage_would_be_served(
     write(pool, cache, KEYS)
     damage(cache, pool)
     monkeypatch.setattr(
-        BlockStore,
+        BlockIo,
         "_check",
         lambda self, page, item, block, got: (
             ReadStatus.OK if got >= 4096 + of.block_bytes else ReadStatus.SHORT
@@ -587,7 +588,7 @@ def test_without_the_check_of_the_key_a_reused_slot_would_be_served(
         found = headers.decode(page)
         return check_header(page, *names) if found is None else found
 
-    monkeypatch.setattr("dualpath_storage.store.check_header", forgetful)
+    monkeypatch.setattr("dualpath_storage.block_io.check_header", forgetful)
     with pytest.raises(WrongBytesError):
         read(pool, cache, KEYS)
 

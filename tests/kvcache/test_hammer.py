@@ -92,7 +92,7 @@ def processes_on_one_store(root: Path, seconds: float, seed: int, children: Zygo
     assert all("{'reads'" in child.text() for child in running)
     assert CAPACITY // 2 < gauge.most <= CAPACITY
     with KVCache(small(str(root), CAPACITY), index=source()) as cache:
-        cache.index.check()  # type: ignore[attr-defined]
+        cache.index.check()
         found = 0
         for of in CRASHED:
             pool = cache.attach(of)

@@ -11,6 +11,7 @@ import pytest
 
 from dualpath_sglang.index import IndexUnavailableError
 from dualpath_sglang.kvcache import KVCache
+from dualpath_sglang.upkeep import Upkeep
 from dualpath_storage import Geometry, StoreError, StoreOptions
 from tests.kvcache.caches import (
     DROPPED,
@@ -304,13 +305,13 @@ def test_a_failing_upkeep_goes_on(
 ) -> None:
     calls: list[float] = []
 
-    def fail(self: KVCache) -> None:
+    def fail(self: Upkeep) -> None:
         calls.append(time.monotonic())
         raise ValueError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(KVCache, "maintain", fail)
-        patch.setattr("dualpath_sglang.kvcache._UPKEEP_EVERY_S", 0.01)
+        patch.setattr(Upkeep, "run", fail)
+        patch.setattr("dualpath_sglang.upkeep.EVERY_S", 0.01)
         opened()
         end = time.monotonic() + 60
         while len(calls) < 3 and time.monotonic() < end:

@@ -59,7 +59,7 @@ class Outage:
 
 @pytest.fixture
 def outage(monkeypatch: pytest.MonkeyPatch) -> Outage:
-    monkeypatch.setattr("dualpath_sglang.kvcache._UPKEEP_EVERY_S", 1000.0)  # only when it is asked
+    monkeypatch.setattr("dualpath_sglang.upkeep.EVERY_S", 1000.0)  # only when it is asked
     return Outage(monkeypatch)
 
 
@@ -95,7 +95,7 @@ def test_what_is_written_during_an_outage_is_found_after_it(
     assert read(pool, cache, KEYS) == [True] * 6
     assert write(pool, cache, KEYS) == [PRESENT] * 6
     assert cache._writer.pending == 0
-    cache.index.check()  # type: ignore[attr-defined]
+    cache.index.check()
     assert rescan(cache, pool.geometry) >= set(KEYS)
 
 

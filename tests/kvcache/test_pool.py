@@ -64,9 +64,7 @@ def renew(cache: KVCache) -> None:
 @pytest.fixture
 def cache(opened: Opened) -> KVCache:
     cache = opened(**ROOM)
-    cache._stop.set()  # upkeep only when a test says so
-    cache._upkeep.join()
-    cache._stop.clear()
+    cache._upkeep.stop()  # upkeep only when a test says so
     return cache
 
 
@@ -184,13 +182,12 @@ def test_what_cannot_be_blanked_at_adoption_is_blanked_later(
     opened: Opened, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = open_cache(root, **ROOM)
-    first._stop.set()
-    first._upkeep.join()
+    first._upkeep.stop()
     write(first.attach(OF), first, chain("a", 16))
     first.evict(4 * OF.slot_bytes)
     killed(first)
     cache = opened(**ROOM)
-    with cache._maintaining, monkeypatch.context() as patch:
+    with cache._upkeep.running, monkeypatch.context() as patch:
         patch.setattr(BlockStore, "invalidate", lambda *_: [])
         pool = cache.attach(OF)
         assert len(pool.store.slots.dirty()) == 4
@@ -207,7 +204,7 @@ def test_headers_that_cannot_be_read_at_adoption_are_not_trusted(
     killed(first)
     cache = opened(**ROOM)
     cache.index.forget_freed(cache.index.clear(OF, 10), 10)
-    with cache._maintaining, monkeypatch.context() as patch:
+    with cache._upkeep.running, monkeypatch.context() as patch:
         patch.setattr(Scanner, "_scan_batch", lambda *_: {})
         pool = cache.attach(OF)
     agree(cache, pool)

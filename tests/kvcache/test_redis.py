@@ -38,7 +38,7 @@ def node(server: RedisServer, root: Path) -> Iterator[Callable[..., KVCache]]:
     caches: list[KVCache] = []
 
     def make(**changes: object) -> KVCache:
-        source = RedisSource(RedisSettings.parse(server.url, environ={}), lookup_timeout_s=1.0)
+        source = RedisSource(RedisSettings.parse(server.url), lookup_timeout_s=1.0)
         caches.append(KVCache(options(root, **changes), index=source))
         return caches[-1]
 
@@ -103,7 +103,7 @@ def test_nodes_evict_from_one_order_of_use(node: Callable[..., KVCache], of: Geo
         cache.maintain()
         assert cache.stats().used_bytes <= 1 << 20
         index = cache.index
-        index.check()  # type: ignore[attr-defined]
+        index.check()
         keys = [entry.key for entry in index.entries(of)]
         assert keys
         assert read(cache.attach(of), cache, keys) == [True] * len(keys)
@@ -122,7 +122,7 @@ def test_an_emptied_redis_is_filled_again_from_the_store(
     assert rescan(a, of) == {*KEYS, *chain("b", 5)}
     for cache in (a, b):
         assert write(cache.attach(of), cache, KEYS) == [PRESENT] * 12
-    a.index.check()  # type: ignore[attr-defined]
+    a.index.check()
 
 
 def test_while_redis_is_away_blocks_are_kept_and_published_when_it_is_back(
@@ -140,7 +140,7 @@ def test_while_redis_is_away_blocks_are_kept_and_published_when_it_is_back(
     server.start()  # with nothing in it
     until_hit(cache, of, [*chain("early", 3), *KEYS])
     assert write(pool, cache, KEYS) == [PRESENT] * 12
-    cache.index.check()  # type: ignore[attr-defined]
+    cache.index.check()
 
 
 def test_a_cache_that_finds_no_redis_serves_misses_until_there_is_one(
@@ -171,7 +171,7 @@ def test_a_redis_that_would_throw_the_index_away_is_refused_with_a_sentence(
 def test_nodes_tell_each_other_who_they_are(
     node: Callable[..., KVCache], server: RedisServer, root: Path, of: Geometry
 ) -> None:
-    source = RedisSource(RedisSettings.parse(server.url, environ={}), lookup_timeout_s=1.0)
+    source = RedisSource(RedisSettings.parse(server.url), lookup_timeout_s=1.0)
     silent = node()
     with KVCache(options(root), index=source, node=Node("streaming", 3)) as cache:
         write(cache.attach(of), cache, KEYS)

@@ -197,12 +197,13 @@ def test_a_long_chain_is_looked_up_in_turns_with_others(
     long, short = chain(3000), chain(3, seed=5)
     put(cache, pool, long)
     slow = SlowIndex(cache, monkeypatch)
+    monkeypatch.setattr(lookups, "PATIENCE_S", 60.0)
     prefixes = PrefixLookups(cache, [Need(pool)], wait_s=0.0)
     assert ask(prefixes, "long", long) is None
     assert ask(prefixes, "short", short) is None
     slow.go.set()
     while (answer := ask(prefixes, "long", long)) is None:
-        pass
+        time.sleep(0.005)  # lets the other thread run
     assert answer == list(range(1, 3001))
     assert slow.asked.index(3) == 1  # after one slice of the long one
     prefixes.close()

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
@@ -23,23 +22,15 @@ ON_REDIS = "DUALPATH_INDEX" in os.environ
 embedded = pytest.mark.embedded
 
 
-class CheckedIndex(Index, Protocol):
-    """An index that can look at itself."""
-
-    def check(self) -> None:
-        """Raises IndexDamagedError when one row contradicts another."""
-        ...
-
-
 def source() -> IndexSource:
     """What a server of this test run uses."""
     return DualPathConfig.load({}).index_source()
 
 
 @contextmanager
-def index_of(root: Path) -> Iterator[CheckedIndex]:
+def index_of(root: Path) -> Iterator[Index]:
     """The index of a store, seen from outside."""
-    index: CheckedIndex
+    index: Index
     chosen = source()
     if isinstance(chosen, RedisSource):
         index = open_redis_index(

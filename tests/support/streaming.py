@@ -139,6 +139,11 @@ class Background:
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
 
+    @property
+    def running(self) -> bool:
+        """Whether it is not back yet."""
+        return self._thread.is_alive()
+
     def result(self, timeout_s: float = 120.0) -> Any:
         self._thread.join(timeout_s)
         assert not self._thread.is_alive(), f"not back after {timeout_s:.0f} s"

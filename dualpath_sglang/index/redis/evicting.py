@@ -95,8 +95,9 @@ class Eviction:
     ) -> None:
         orders = [_Order(unit) for unit in self._access.units(self._end)]
         if self._keep is not None:  # before anything of another model goes
-            orders.sort(key=lambda order: order.unit != self._keep[0])  # type: ignore[index]
-            if not orders or orders[0].unit != self._keep[0]:
+            unit = self._keep[0]
+            orders.sort(key=lambda order: order.unit != unit)
+            if not orders or orders[0].unit != unit:
                 self.refused = True
                 return
         leaves = sum(self._look(order) for order in orders)

@@ -67,6 +67,7 @@ class RedisIndex:
     """
 
     name = "redis"
+    shared = True
 
     def __init__(
         self,
@@ -184,7 +185,7 @@ class RedisIndex:
         self, geometry: Geometry, records: Sequence[Record], timeout_s: float
     ) -> list[bool]:
         end = self._write_until(timeout_s)
-        self._believe({(r.key, r.placement.generation) for r in records})
+        self._believe({(r.key, r.placement.generation) for r in records}, end)
         parts = list(batches(len(records), WRITE_BATCH))
         # The children go first, and are used earlier than the parents that follow.
         calls = [
@@ -376,25 +377,28 @@ class RedisIndex:
 
         For a while, since Redis may carry one out only when it wakes up.
         """
-        with self._settling:
-            for _ in range(len(self._doubts)):
+        for _ in range(len(self._doubts)):
+            with self._settling:
+                if not self._doubts:
+                    return
                 since, geometry, pairs = self._doubts[0]
                 self._remove(geometry, pairs, time.monotonic() + _READ_TIMEOUT_S)
                 self._doubts.popleft()
                 if time.monotonic() - since < _DOUBT_S:
                     self._doubts.append((since, geometry, pairs))
 
-    def _believe(self, again: set[tuple[bytes, int]]) -> None:
+    def _believe(self, again: set[tuple[bytes, int]], end: float) -> None:
         """What is published once more may have been published the first time."""
-        if self._doubts:
-            with self._settling:
-                kept = [
-                    (since, geometry, pairs)
-                    for since, geometry, pairs in self._doubts
-                    if again.isdisjoint(pairs)
-                ]
-                self._doubts.clear()
-                self._doubts.extend(kept)
+        if not self._doubts:
+            return
+        if not self._settling.acquire(timeout=max(0.0, end - time.monotonic())):
+            raise IndexUnavailableError("Redis is still asked to take back what it did not answer")
+        try:
+            kept = [row for row in self._doubts if again.isdisjoint(row[2])]
+            self._doubts.clear()
+            self._doubts.extend(kept)
+        finally:
+            self._settling.release()
 
     def check(self, timeout_s: float = 60.0) -> None:
         """Look at every row while nobody writes.

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
-
-PASSWORD_VARIABLE = "DUALPATH_INDEX_PASSWORD"
 
 Mode: TypeAlias = Literal["single", "sentinel", "cluster"]
 Address: TypeAlias = tuple[str, int]
 
-_PORTS = {"single": 6379, "cluster": 6379, "sentinel": 26379}
+_MODES: Mapping[str, Mode] = {"": "single", "sentinel": "sentinel", "cluster": "cluster"}
+_PORTS: Mapping[Mode, int] = {"single": 6379, "cluster": 6379, "sentinel": 26379}
 _FILES = ("ca_file", "cert_file", "key_file")
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]+")
 _FORMS = (
@@ -61,7 +59,7 @@ class RedisSettings:
         cls,
         url: str,
         password_file: Path | None = None,
-        environ: Mapping[str, str] = os.environ,
+        password: str = "",
     ) -> RedisSettings:
         """Take an address apart.
 
@@ -70,7 +68,7 @@ class RedisSettings:
                 elsewhere, a password; ``?ca_file=``, ``cert_file=``, ``key_file=`` and
                 ``sentinel_auth=on`` may follow.
             password_file: its first line is the password.
-            environ: where else the password may stand.
+            password: counts unless there is such a file, and before one in the address.
 
         Raises:
             IndexAddressError: the sentence says what is wrong, and never says a password.
@@ -80,8 +78,8 @@ class RedisSettings:
         except ValueError:
             raise IndexAddressError(f"DualPath's index must be {_FORMS}.") from None
         scheme, _, kind = parts.scheme.partition("+")
-        mode = kind or "single"
-        if scheme not in ("redis", "rediss") or mode not in get_args(Mode) or kind == "single":
+        mode = _MODES.get(kind)
+        if scheme not in ("redis", "rediss") or mode is None:
             raise IndexAddressError(f"DualPath's index must be {_FORMS}.")
         user, hosts = _authority(parts, _PORTS[mode])
         options = _options(parts, tls=scheme == "rediss")
@@ -93,12 +91,12 @@ class RedisSettings:
             )
         username, _, in_url = user.partition(":")
         return cls(
-            mode=mode,  # type: ignore[arg-type]  # one of its values, as was looked at above
+            mode=mode,
             hosts=hosts,
             service=service,
             db=db,
             username=unquote(username),
-            password=_password(unquote(in_url), password_file, environ),
+            password=_password(password_file) or password or unquote(in_url),
             tls=scheme == "rediss",
             ca_file=_file(options, "ca_file"),
             cert_file=_file(options, "cert_file"),
@@ -172,15 +170,13 @@ def _file(options: Mapping[str, str], name: str) -> Path | None:
     return path
 
 
-def _password(in_url: str, file: Path | None, environ: Mapping[str, str]) -> str:
-    if file is not None:
-        try:
-            lines = file.expanduser().read_text().splitlines()
-        except (OSError, ValueError):
-            raise IndexAddressError(
-                f"DualPath's index_password_file {file} cannot be read."
-            ) from None
-        if not lines or not lines[0]:
-            raise IndexAddressError(f"DualPath's index_password_file {file} is empty.")
-        return lines[0]
-    return environ.get(PASSWORD_VARIABLE) or in_url
+def _password(file: Path | None) -> str:
+    if file is None:
+        return ""
+    try:
+        lines = file.expanduser().read_text().splitlines()
+    except (OSError, ValueError):
+        raise IndexAddressError(f"DualPath's index_password_file {file} cannot be read.") from None
+    if not lines or not lines[0]:
+        raise IndexAddressError(f"DualPath's index_password_file {file} is empty.")
+    return lines[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -34,10 +35,10 @@ def open_at() -> Iterator[Callable[..., RedisIndex]]:
     default = secrets.token_hex(8)
     with contextlib.ExitStack() as opened:
 
-        def make(url: str, store: str = default, **how: object) -> RedisIndex:
+        def make(url: str, store: str = default, **how: Any) -> RedisIndex:
             how = {"lookup_timeout_s": FOREVER_S, **how}
-            settings = RedisSettings.parse(url, environ={})
-            index = open_redis_index(settings, store, **how)  # type: ignore[arg-type]
+            settings = RedisSettings.parse(url)
+            index = open_redis_index(settings, store, **how)
             opened.callback(index.close)
             return index
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -37,10 +38,10 @@ def watched() -> Iterator[tuple[list[RedisServer], list[RedisServer]]]:
         yield watched
 
 
-def opened(url: str, **how: object) -> RedisIndex:
-    settings = RedisSettings.parse(url, environ={"DUALPATH_INDEX_PASSWORD": SECRET})
+def opened(url: str, **how: Any) -> RedisIndex:
+    settings = RedisSettings.parse(url, password=SECRET)
     how = {"lookup_timeout_s": FOREVER_S, "timeout_s": 20.0, **how}
-    return open_redis_index(settings, secrets.token_hex(8), **how)  # type: ignore[arg-type]
+    return open_redis_index(settings, secrets.token_hex(8), **how)
 
 
 def cluster_url(servers: list[RedisServer]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -52,10 +53,10 @@ def test_who_knows_an_older_index_leaves_nothing_in_the_new_one(
     real = old._access.client.call
     calls = 0
 
-    def call(*args: object) -> object:
+    def call(*args: Any) -> list[Any]:
         nonlocal calls
         calls += 1
-        replies = real(*args)  # type: ignore[arg-type]
+        replies = real(*args)
         if calls == 2:  # publish found no geometry, the token was right; now it is begun anew
             tool.start_over()
         return replies

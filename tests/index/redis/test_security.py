@@ -73,7 +73,7 @@ def everything(index: RedisIndex) -> None:
 
 def test_the_least_rights_are_enough(guarded: RedisServer) -> None:
     url = guarded.url.replace("://", "://cache@")
-    settings = RedisSettings.parse(url, environ={"DUALPATH_INDEX_PASSWORD": SECRET})
+    settings = RedisSettings.parse(url, password=SECRET)
     for _ in range(2):
         index = open_redis_index(settings, STORE, lookup_timeout_s=FOREVER_S)
         everything(index)
@@ -105,9 +105,7 @@ def test_every_right_is_needed(word: str) -> None:
     rights = LEAST_RIGHTS.replace(f"{word} ", "")
     assert rights != LEAST_RIGHTS
     with RedisServer(["user default off", f"user cache on >{SECRET} {rights}"]) as server:
-        settings = RedisSettings.parse(
-            server.url.replace("://", "://cache@"), environ={"DUALPATH_INDEX_PASSWORD": SECRET}
-        )
+        settings = RedisSettings.parse(server.url.replace("://", "://cache@"), password=SECRET)
         with pytest.raises(IndexUnavailableError, match="does not permit this user") as error:
             everything(open_redis_index(settings, STORE, lookup_timeout_s=FOREVER_S))
         assert SECRET not in str(error.value)
@@ -130,7 +128,7 @@ def test_who_is_not_let_in_is_told_so_and_tells_nothing(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     url = guarded.url.replace("://", f"://{user}@") if user else guarded.url
-    settings = RedisSettings.parse(url, environ={"DUALPATH_INDEX_PASSWORD": password})
+    settings = RedisSettings.parse(url, password=password)
     with pytest.raises(IndexUnavailableError, match=complaint) as error:
         open_redis_index(settings, STORE)
     shown = "".join(traceback.format_exception(error.value)) + caplog.text

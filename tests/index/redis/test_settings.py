@@ -43,7 +43,7 @@ SECRET = "hunter2-very-secret"
     ],
 )
 def test_an_address_is_taken_apart(url: str, expected: RedisSettings) -> None:
-    assert RedisSettings.parse(url, environ={}) == expected
+    assert RedisSettings.parse(url) == expected
 
 
 @pytest.mark.parametrize(
@@ -74,29 +74,29 @@ def test_an_address_is_taken_apart(url: str, expected: RedisSettings) -> None:
 )
 def test_a_wrong_address_is_refused_with_a_sentence(url: str, complaint: str) -> None:
     with pytest.raises(IndexAddressError) as error:
-        RedisSettings.parse(url.replace("://", f"://me:{SECRET}@"), environ={})
+        RedisSettings.parse(url.replace("://", f"://me:{SECRET}@"))
     assert complaint in str(error.value)
     assert SECRET not in str(error.value)
     assert str(error.value).endswith(".")
 
 
-def test_a_password_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
-    environ = {"DUALPATH_INDEX_PASSWORD": "from the environment"}
-    assert RedisSettings.parse("redis://me@a", environ=environ).password == "from the environment"
-    assert RedisSettings.parse("redis://:u@a", environ=environ).password == "from the environment"
+def test_a_password_comes_from_a_file_or_is_given(tmp_path: Path) -> None:
+    given = "from the settings"
+    assert RedisSettings.parse("redis://me@a", password=given).password == given
+    assert RedisSettings.parse("redis://:u@a", password=given).password == given
     file = tmp_path / "password"
     file.write_text("from a file\nand nothing else\n")
-    assert RedisSettings.parse("redis://a", file, environ).password == "from a file"
+    assert RedisSettings.parse("redis://a", file, given).password == "from a file"
     for text in ("", "\n"):
         file.write_text(text)
         with pytest.raises(IndexAddressError, match="is empty"):
-            RedisSettings.parse("redis://a", file, environ)
+            RedisSettings.parse("redis://a", file, given)
     with pytest.raises(IndexAddressError, match="cannot be read"):
-        RedisSettings.parse("redis://a", tmp_path / "none", environ)
+        RedisSettings.parse("redis://a", tmp_path / "none", given)
 
 
 def test_nothing_secret_is_shown() -> None:
-    settings = RedisSettings.parse(f"redis://me:{SECRET}@a:1", environ={})
+    settings = RedisSettings.parse(f"redis://me:{SECRET}@a:1")
     assert settings.password == SECRET
     assert SECRET not in repr(settings) + str(settings)
     assert str(settings) == "a:1"

@@ -76,7 +76,7 @@ def test_every_call_ends_by_its_deadline_and_it_recovers(
 @pytest.mark.parametrize("toxic", TOXICS)
 def test_a_start_in_bad_times_ends_by_its_deadline(proxy: ToxicProxy, toxic: Toxic) -> None:
     proxy.set(toxic)
-    settings = RedisSettings.parse(proxy.url, environ={})
+    settings = RedisSettings.parse(proxy.url)
     began = time.monotonic()
     with pytest.raises(IndexUnavailableError):
         open_redis_index(settings, "0" * 16, timeout_s=DEADLINE_S)
@@ -194,9 +194,11 @@ def test_a_server_that_was_started_anew_is_found_again(open_at: Callable[..., Re
 def test_connections_that_the_server_closed_cost_nothing(
     server: RedisServer, index: RedisIndex
 ) -> None:
+    idle = index._access.client._topology.node("", 0.0)._idle
     with server.admin() as admin:
         for _ in range(5):
             assert answers(index)
             admin.client_kill_filter(_type="normal", skipme=True)
             wait_for(lambda: len(admin.client_list()) == 1, what="the end of connections")
+            wait_for(lambda: not any(link.alive() for link in idle), what="word of it")
             assert answers(index)
