@@ -228,11 +228,17 @@ class Evictor:
                 return True
         path = segment_path(self._space.root / name[0].hex(), name[1])
         try:
+            if not index.ownership.may_take(name[0], [name[1]], _left(deadline))[0]:
+                return False
             file = self._backend.lock(path)
             if file is None:
                 return False
-            path.unlink()
-            file.close()
+            try:
+                if not index.ownership.take(name[0], [name[1]], _left(deadline))[0]:
+                    return False
+                path.unlink()
+            finally:
+                file.close()
         except FileNotFoundError:  # its owner was faster
             return True
         except OSError as error:

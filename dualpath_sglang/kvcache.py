@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 _OPEN_TIMEOUT_S = 120.0
 _ADOPT_TIMEOUT_S = 60.0
+_GIVE_UP_TIMEOUT_S = 1.0
 
 
 def _deadline(timeout_s: float | None, default_s: float) -> float:
@@ -343,7 +344,7 @@ class KVCache:
         batch = self._writer.batch(keys, pieces, parent, deadline)
         if pool.writer and keys:
             with self._index_or_none() as index:
-                if not self._stalled and not self._closed:
+                if not self._stalled and not self._closed and self._source.owner.sure:
                     self._writer.write(pool, index, batch)
         for name in WriteResult:
             field = "written" if name is WriteResult.STORED else name.value
@@ -415,6 +416,7 @@ class KVCache:
         self._upkeep.stop()
         self.maintain()
         self._closed = True
+        self._give_up_segments()
         self._readers.close()
         self._writers.close()
         for pool in self._attached():
@@ -426,6 +428,13 @@ class KVCache:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _give_up_segments(self) -> None:
+        with self._index_or_none() as index:
+            if index is not None:
+                for pool in self._attached():
+                    owned = pool.store.slots.owned()
+                    index.ownership.give_up(pool.geometry.id_bytes, owned, _GIVE_UP_TIMEOUT_S)
 
     @property
     def _cannot_write(self) -> bool:

@@ -31,6 +31,7 @@ _EVICT_ROUNDS = 32
 _ROUNDS_BEFORE_RECLAIM = 1
 _VERIFY_BYTES = 32 << 20
 _ADOPT_EVERY_S = 5.0
+_KEEP_EVERY_S = 5.0
 _CLEAN_BATCH = 256
 
 
@@ -58,7 +59,7 @@ class Pool:
     def __init__(self, store: BlockStore, *, writer: bool) -> None:
         self.store = store
         self.writer = writer
-        self._adopted_at = float("-inf")
+        self._adopted_at = self._kept_at = float("-inf")
         self._writing: set[bytes] = set()
         self._generations: set[int] = set()
         self._unsettled: set[int] = set()
@@ -112,9 +113,7 @@ class Pool:
         for _ in range(_EVICT_ROUNDS):
             if len(slots) == count or time.monotonic() >= deadline:
                 break
-            if self.adopt(index, deadline) or self.store.files.add(
-                max(0.0, deadline - time.monotonic())
-            ):
+            if self.adopt(index, deadline) or self._add_segment(index, deadline):
                 slots += table.take(count - len(slots), generation)
                 continue
             owned = table.owned()
@@ -135,6 +134,19 @@ class Pool:
                 continue
             if not evictor.reclaim(index, self.geometry, owned, deadline, keep=keep):
                 break
+
+    def _add_segment(self, index: Index, deadline: float) -> bool:
+        """Own one more segment, if there may be one.
+
+        Raises:
+            IndexUnavailableError: nobody can be told whose it is; there is none then.
+        """
+        left_s = max(0.1, deadline - time.monotonic())
+
+        def note(number: int) -> bool:
+            return all(index.ownership.keep(self.geometry.id_bytes, [number], left_s))
+
+        return self.store.files.add(max(0.0, deadline - time.monotonic()), note)
 
     def free_room(self, count: int, generation: int, deadline: float) -> list[Slot]:
         """Up to ``count`` slots that nobody has to make way for, while there is no index."""
@@ -187,6 +199,7 @@ class Pool:
             IndexUnavailableError: the index cannot answer now.
         """
         with self._upkeep:
+            self._keep_segments(index, timeout_s)
             if self._unsettled and self._unsettled.isdisjoint(self._generations):
                 self.reconcile(index, timeout_s)
             gone = self.store.files.drop_lost()
@@ -210,6 +223,21 @@ class Pool:
             for number in wanted.intersection(self.store.slots.retired()):
                 # Blocks that were being written when others asked for the segment.
                 self.take_back(index.evict_segment(self.geometry.id_bytes, number, timeout_s))
+
+    def _keep_segments(self, index: Index, timeout_s: float) -> None:
+        """Renew the lease on own segments; those that others have taken over are theirs."""
+        owned = self.store.slots.owned()
+        if not owned or time.monotonic() - self._kept_at < _KEEP_EVERY_S:
+            return
+        self._kept_at = time.monotonic()
+        kept = index.ownership.keep(self.geometry.id_bytes, owned, timeout_s)
+        lost = [number for number, ours in zip(owned, kept, strict=True) if not ours]
+        for number in lost:
+            self.store.files.drop(number, unlink=False)
+        if lost:
+            logger.warning(
+                "%d segments of %s were taken over by another node", len(lost), self.store.directory
+            )
 
     def _describe(self) -> None:
         try:
@@ -297,7 +325,7 @@ class Pool:
         if not self.writer or (time.monotonic() - self._adopted_at < _ADOPT_EVERY_S and not now):
             return 0
         self._adopted_at = time.monotonic()
-        numbers = self.store.files.lock_orphans()
+        numbers = self._take_orphans(index, max(0.1, deadline - time.monotonic()))
         if not numbers:
             return 0
         try:
@@ -310,6 +338,25 @@ class Pool:
             left = [slot.slot for slot in dirty if slot.segment == number]
             self.store.files.own(number, taken[number], left)
         return len(numbers)
+
+    def _take_orphans(self, index: Index, timeout_s: float) -> list[int]:
+        """Lock the segments whose owner is gone, as far as index and locks tell."""
+        name, ownership = self.geometry.id_bytes, index.ownership
+        strangers = self.store.files.strangers()
+        may = ownership.may_take(name, strangers, timeout_s)
+        locked = self.store.files.lock_orphans(
+            number for number, free in zip(strangers, may, strict=True) if free
+        )
+        try:
+            taken = ownership.take(name, locked, timeout_s)
+        except BaseException:
+            taken = [False] * len(locked)
+            raise
+        finally:
+            for number, ours in zip(locked, taken, strict=True):
+                if not ours:
+                    self.store.files.unlock(number)
+        return [number for number, ours in zip(locked, taken, strict=True) if ours]
 
     def _recover(
         self, index: Index, numbers: Sequence[int], deadline: float

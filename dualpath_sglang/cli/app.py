@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from dualpath_sglang.cli.adopt import adopt
 from dualpath_sglang.cli.care import clear, scan, verify
 from dualpath_sglang.cli.settings import config
 from dualpath_sglang.cli.show import inspect, status
@@ -21,7 +22,7 @@ app = typer.Typer(
     epilog="Exit status: 0 all is well, 1 damage was found and is still there, 2 it could not be "
     "done.",
 )
-for command in (status, verify, scan, clear, inspect, config):
+for command in (status, verify, scan, clear, adopt, inspect, config):
     app.command()(command)
 
 

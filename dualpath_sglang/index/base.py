@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from dualpath_sglang.index.owners import Ownership
 from dualpath_storage import Geometry, Placement, Slot
 
 Report: TypeAlias = Mapping[str, "str | int | float | bool"]
@@ -64,6 +65,7 @@ class Index(Protocol):
     name: str
     shared: bool
     """Whether other machines use it, so that their nodes want to know of ours."""
+    ownership: Ownership
 
     def present(self, unit: bytes, key: bytes) -> bool:
         """Whether any block of a unit is there."""

@@ -26,6 +26,7 @@ from dualpath_sglang.index.base import (
     Report,
 )
 from dualpath_sglang.index.environment import Environment
+from dualpath_sglang.index.owners import FileLocks, Ownership
 from dualpath_sglang.index.passes import most_passes
 from dualpath_sglang.index.rows import (
     BLOCK,
@@ -73,6 +74,7 @@ class EmbeddedIndex:
 
     def __init__(self, path: Path, *, read_only: bool = False, timeout_s: float = 5.0) -> None:
         self.path = path
+        self.ownership: Ownership = FileLocks()
         self._read_only = read_only
         self._env = Environment.share(path, TABLES, read_only, timeout_s)
         tables = self._env.tables

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from dualpath_sglang.index.base import Index, IndexDamagedError, IndexUnavailableError
+from dualpath_sglang.index.owners import Owner
 from dualpath_sglang.index.recovery import INDEX_FILE, Stores, fill, open_index, rebuild
 from dualpath_storage.locks import file_lock
 
@@ -28,6 +29,11 @@ _CONNECT_S = 5.0
 
 class IndexSource(Protocol):
     """One kind of index, for any store."""
+
+    @property
+    def owner(self) -> Owner:
+        """This process, as an owner of segments."""
+        ...
 
     def open(self, root: Path, stores: Stores, *, read_only: bool, timeout_s: float) -> Index:
         """The index of the store at ``root``, with all that the store has.
@@ -57,6 +63,9 @@ class IndexSource(Protocol):
 class EmbeddedSource:
     """A file beside the store."""
 
+    def __init__(self) -> None:
+        self.owner = Owner()
+
     def open(self, root: Path, stores: Stores, *, read_only: bool, timeout_s: float) -> Index:
         return open_index(root, stores, read_only=read_only, timeout_s=timeout_s)
 
@@ -79,6 +88,7 @@ class RedisSource:
 
     def __init__(self, settings: RedisSettings, lookup_timeout_s: float = 0.005) -> None:
         self.settings = settings
+        self.owner = Owner()
         self._lookup_timeout_s = lookup_timeout_s
 
     def open(self, root: Path, stores: Stores, *, read_only: bool, timeout_s: float) -> Index:
@@ -134,6 +144,7 @@ class RedisSource:
             read_only=read_only,
             timeout_s=_CONNECT_S,
             watch=watch,
+            owner=self.owner,
         )
 
     def _fill(self, index: RedisIndex, stores: Stores, end: float) -> None:

@@ -17,7 +17,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from dualpath_storage.backends import Backend, SegmentFile
@@ -68,8 +68,13 @@ class Segments:
             temporary.write_text(text)
             temporary.replace(path)
 
-    def add(self, timeout_s: float) -> bool:
-        """Create one more segment if capacity and file system allow it; says whether it did."""
+    def add(self, timeout_s: float, note: Callable[[int], bool] = lambda _: True) -> bool:
+        """Create one more segment if capacity and file system allow it; says whether it did.
+
+        Args:
+            note: told the number before the file is made, for others to know whose it is; the
+                segment is not made when it says no.
+        """
         try:
             size = self._space.segment_bytes(self.geometry)
             with self._space.reserved(timeout_s) as held:
@@ -77,6 +82,8 @@ class Segments:
                     return False
                 self.create_directory()
                 number = secrets.randbits(32)
+                if not note(number):
+                    return False
                 file = self._backend.create(segment_path(self.directory, number), size)
         except OSError as error:
             self._notices.warn("Cannot create a segment in %s: %s", self.directory, error)
@@ -88,13 +95,15 @@ class Segments:
         self.own(number, {})
         return True
 
-    def lock_orphans(self) -> list[int]:
-        """Take the segments whose writer is gone. Their slots are in nobody's table yet."""
+    def strangers(self) -> list[int]:
+        """Segments on disk that this process does not own."""
+        return [number for number in self.numbers() if number not in self._own]
+
+    def lock_orphans(self, numbers: Iterable[int]) -> list[int]:
+        """Take those segments whose writer is gone. Their slots are in nobody's table yet."""
         locked = []
-        for path in segment_paths(self.directory):
-            number = segment_number(path)
-            if number is None or number in self._own:
-                continue
+        for number in numbers:
+            path = segment_path(self.directory, number)
             try:
                 file = self._backend.lock(path)
             except FileNotFoundError:

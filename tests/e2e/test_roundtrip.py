@@ -320,8 +320,8 @@ def test_other_bytes_in_the_store_change_the_answer(stocked: Stocked) -> None:
 
 def replace_blocks(root: Path) -> int:
     """Write every block anew: under its key and with right checksums, but with other bytes."""
-    cache = KVCache(StoreOptions(root=root, capacity_bytes=1 << 30))
-    source = np.random.default_rng(0)
+    cache = KVCache(StoreOptions(root=root, capacity_bytes=1 << 30), index=source())
+    random = np.random.default_rng(0)
     replaced = 0
     try:
         names = {g: [entry.key for entry in cache.index.entries(g)] for g in cache.geometries()}
@@ -329,7 +329,7 @@ def replace_blocks(root: Path) -> int:
         for geometry, keys in names.items():
             pool = cache.attach(geometry)
             for key in keys:
-                numbers = source.standard_normal(geometry.block_bytes // 4, dtype=np.float32)
+                numbers = random.standard_normal(geometry.block_bytes // 4, dtype=np.float32)
                 pieces = pieces_of(memoryview(numbers).cast("B"), geometry)
                 replaced += cache.write(pool, [key], [pieces]) == [WriteResult.STORED]
     finally:

@@ -91,10 +91,10 @@ def test_orphans_are_taken_by_one_process_only(tmp_path: Path) -> None:
     first.add(1.0)
     (number,) = first.numbers()
     second = segments(tmp_path)
-    assert second.lock_orphans() == []
+    assert second.lock_orphans(second.strangers()) == []
     first.close()
-    assert second.lock_orphans() == [number]
-    assert segments(tmp_path).lock_orphans() == []
+    assert second.lock_orphans(second.strangers()) == [number]
+    assert segments(tmp_path).lock_orphans([number]) == []
     assert second.slots.owned() == [], "its slots are in no table yet"
     second.own(number, {3: 7}, dirty=[5])
     assert second.slots.taken() == {Slot(number, 3): 7}
@@ -108,10 +108,10 @@ def test_an_orphan_that_is_given_back_can_be_taken_and_still_be_read(tmp_path: P
     (number,) = first.numbers()
     first.close()
     second, third = segments(tmp_path), segments(tmp_path)
-    assert second.lock_orphans() == [number]
+    assert second.lock_orphans(second.strangers()) == [number]
     file = second.get(number)
     second.unlock(number)
-    assert third.lock_orphans() == [number]
+    assert third.lock_orphans(third.strangers()) == [number]
     assert file.read([memoryview(bytearray(4096))], 0) >= 0, "a reader was at work with it"
     assert second.get(number) is file
     with pytest.raises(FileNotFoundError):
@@ -125,7 +125,7 @@ def test_files_with_other_names_are_left_alone(tmp_path: Path) -> None:
     files.create_directory()
     for name in ("seg-1", "seg-0000000z", "seg-00000001.bak", "other"):
         (tmp_path / OF.id / name).write_bytes(bytes(MIB))
-    assert files.numbers() == files.lock_orphans() == []
+    assert files.numbers() == files.lock_orphans(files.strangers()) == []
 
 
 def test_removed_and_shortened_segments_are_noticed(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_the_death_of_a_writer_frees_its_segments(tmp_path: Path) -> None:
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"ready\n"
         files = segments(tmp_path)
-        assert files.lock_orphans() == []
+        assert files.lock_orphans(files.strangers()) == []
         writer.kill()
-    assert len(files.lock_orphans()) == 1
+    assert len(files.lock_orphans(files.strangers())) == 1
     files.close()

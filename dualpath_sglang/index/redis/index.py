@@ -20,6 +20,7 @@ from dualpath_sglang.index.base import (
     Record,
     Report,
 )
+from dualpath_sglang.index.owners import Owner, Ownership
 from dualpath_sglang.index.redis import walking
 from dualpath_sglang.index.redis.access import WRITE_BATCH, Access, batches
 from dualpath_sglang.index.redis.checking import first_fault
@@ -27,6 +28,7 @@ from dualpath_sglang.index.redis.client import Script
 from dualpath_sglang.index.redis.cluster_state import ClusterState
 from dualpath_sglang.index.redis.evicting import Eviction, freed_rows
 from dualpath_sglang.index.redis.faults import UnansweredError
+from dualpath_sglang.index.redis.ownership import RedisOwnership
 from dualpath_storage import Geometry, Placement, Slot
 
 PLACE = struct.Struct(">?IIQ")
@@ -64,6 +66,7 @@ class RedisIndex:
         access: the keys of the store; closed with the index.
         lookup_timeout_s: how long a lookup may take, for each 1024 keys of it.
         watch: called in :meth:`upkeep`; raises when the store is not that store any more.
+        owner: this process, as an owner of segments.
     """
 
     name = "redis"
@@ -74,8 +77,11 @@ class RedisIndex:
         access: Access,
         lookup_timeout_s: float = 0.005,
         watch: Callable[[], None] = lambda: None,
+        owner: Owner | None = None,
     ) -> None:
         self._watch = watch
+        self._owners = RedisOwnership(access, owner or Owner())
+        self.ownership: Ownership = self._owners
         self._access = access
         self._lookup_timeout_s = lookup_timeout_s
         self._doubts: deque[tuple[float, Geometry, list[tuple[bytes, int]]]] = deque(
@@ -306,6 +312,7 @@ class RedisIndex:
             packed = [_SEGMENT.pack(number) for number in numbers]
             calls = [(geometry_id, b"".join(packed[part])) for part in batches(len(packed), 64)]
             self._access.run(unit, _FORGET_SEGMENTS, calls, end)
+        self.ownership.forget(geometry_id, numbers, end - time.monotonic())
         names = [_WANTED.pack(geometry_id, number) for number in numbers]
         self._access.call_store([("SREM", self._access.key("wanted"), *names)], end)
 
@@ -369,6 +376,7 @@ class RedisIndex:
     def upkeep(self) -> None:
         self._watch()
         self._access.check(time.monotonic() + _READ_TIMEOUT_S)
+        self._owners.heard()
         if not self._access.read_only:
             self._settle_doubts()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dualpath_sglang.index.base import IndexUnavailableError
+from dualpath_sglang.index.owners import Owner
 from dualpath_sglang.index.redis.settings import RedisSettings
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def open_redis_index(
     read_only: bool = False,
     timeout_s: float = 5.0,
     watch: Callable[[], None] = lambda: None,
+    owner: Owner | None = None,
 ) -> RedisIndex:
     """The index of a store, begun when there is none.
 
@@ -32,6 +34,7 @@ def open_redis_index(
         read_only: never write; the index must exist.
         timeout_s: how long Redis may take to answer now.
         watch: called in the index's upkeep; raises when the store is not that store any more.
+        owner: this process, as an owner of segments.
 
     Raises:
         RedisMisconfiguredError: Redis is set up so that it would lose parts of the index.
@@ -58,4 +61,4 @@ def open_redis_index(
     except BaseException:
         client.close()
         raise
-    return RedisIndex(access, lookup_timeout_s, watch)
+    return RedisIndex(access, lookup_timeout_s, watch, owner)
