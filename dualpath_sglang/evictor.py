@@ -76,16 +76,20 @@ class Evictor:
         *,
         keep: tuple[bytes, bytes] | None = None,
         prefer: Collection[tuple[bytes, int]] | None = None,
+        namespace: str | None = None,
     ) -> list[Freed]:
         """Take out least recently used pages, leaves first, until ``need_bytes`` are free.
 
         Args:
             keep, prefer: see :meth:`Index.evict`.
+            namespace: only pages of this one; of all by default.
 
         Raises:
             IndexUnavailableError: the index cannot answer now.
         """
-        sizes = {gid: g.slot_bytes for gid, g in self._by_id().items()}
+        known = self._by_id()
+        sizes = {gid: g.slot_bytes for gid, g in known.items()}
+        models = {g.unit for g in known.values() if g.namespace == namespace}
         return self._note(
             index.evict(
                 sizes,
@@ -94,8 +98,13 @@ class Evictor:
                 keep=keep,
                 prefer=prefer,
                 promised=self._promised(),
+                models=None if namespace is None else models,
             )
         )
+
+    def tight(self, geometry: Geometry) -> str | None:
+        """The namespace in which room must be made for a geometry; None for the whole store."""
+        return geometry.namespace if self._space.at_quota(geometry) else None
 
     def reclaim(
         self,
@@ -105,6 +114,7 @@ class Evictor:
         deadline: float,
         *,
         keep: tuple[bytes, bytes] | None = None,
+        namespace: str | None = None,
     ) -> bool:
         """Free the least recently used segment that the caller does not own.
 
@@ -113,7 +123,7 @@ class Evictor:
 
         Args:
             own: the caller's segments, of ``geometry``.
-            keep: as in :meth:`evict`.
+            keep, namespace: as in :meth:`evict`.
 
         Returns:
             Whether a file is gone already.
@@ -127,7 +137,7 @@ class Evictor:
                 return False
             self._reclaim_after[geometry.id] = float("inf")
         try:
-            return self._reclaim(index, geometry, own, deadline, keep)
+            return self._reclaim(index, geometry, own, deadline, keep, namespace)
         finally:
             # To look at every block of a large index costs seconds of CPU.
             pause_s = max(_RECLAIM_EVERY_S, 10 * (time.monotonic() - began))
@@ -141,10 +151,11 @@ class Evictor:
         own: Sequence[int],
         deadline: float,
         keep: tuple[bytes, bytes] | None,
+        namespace: str | None,
     ) -> bool:
         mine = {(geometry.id_bytes, number) for number in own}
         uses = index.segment_uses()
-        others = [name for name in self._segments() if name not in mine]
+        others = [name for name in self._segments(namespace) if name not in mine]
         for name in others:
             if name not in uses and self._remove(index, name, deadline):
                 return True
@@ -164,17 +175,21 @@ class Evictor:
         return self._remove(index, name, deadline)
 
     def shrink(self, index: Index, timeout_s: float) -> None:
-        """Free least recently used segments as long as the store takes more than it may.
+        """Free least recently used segments as long as store or tenants take more than they may.
 
         Raises:
             IndexUnavailableError: the index cannot answer now.
             OSError: the root is gone.
         """
-        excess = self._space.excess_bytes()
+        deadline = time.monotonic() + timeout_s
+        for namespace, excess in self._space.excess_by_namespace().items():
+            self._shrink(index, excess, namespace, deadline)
+        self._shrink(index, self._space.excess_bytes(), None, deadline)
+
+    def _shrink(self, index: Index, excess: int, namespace: str | None, deadline: float) -> None:
         if excess <= 0:
             return
-        deadline = time.monotonic() + timeout_s
-        sizes = self._segments()
+        sizes = self._segments(namespace)
         uses = index.segment_uses()
         for name in sorted(sizes, key=lambda name: uses.get(name, 0)):
             if excess <= 0 or time.monotonic() >= deadline:
@@ -194,7 +209,8 @@ class Evictor:
             OSError: the root is gone.
         """
         for pool in self._pools():
-            if not self._space.fits(self._space.segment_bytes(pool.geometry)):
+            size = self._space.segment_bytes(pool.geometry)
+            if not self._space.fits(size, pool.geometry.namespace):
                 pool.give_up_empty(index, timeout_s, keep=1)
 
     def remove_orphans(self, index: Index, geometry: Geometry, deadline: float) -> None:
@@ -208,14 +224,16 @@ class Evictor:
             if name[0] == geometry.id_bytes and name not in uses:
                 self._remove(index, name, deadline)
 
-    def _segments(self) -> dict[tuple[bytes, int], int]:
-        """Bytes of every segment on disk, by geometry id and number."""
+    def _segments(self, namespace: str | None = None) -> dict[tuple[bytes, int], int]:
+        """Bytes of every segment on disk, or of a namespace's, by geometry id and number."""
+        known = {} if namespace is None else self._by_id()
         sizes = {}
         for path, size in self._space.segments():
             number = segment_number(path)
             with contextlib.suppress(ValueError):
                 gid = bytes.fromhex(path.parent.name)
-                if number is not None and len(gid) == 16:
+                ours = namespace is None or (gid in known and known[gid].namespace == namespace)
+                if number is not None and len(gid) == 16 and ours:
                     sizes[gid, number] = size
         return sizes
 

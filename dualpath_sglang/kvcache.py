@@ -208,14 +208,29 @@ class KVCache:
         return [False] * len(keys)
 
     def prefix(self, pool: Pool, keys: Sequence[bytes]) -> int:
-        """Length of the leading run of blocks that are present."""
+        """Length of the leading run of blocks that are present.
+
+        Blocks that an index on the network called present within the last two seconds are not
+        asked for again.
+        """
         with self._index_or_none() as index:
             if index is not None:
-                run = index.prefix(pool.geometry, keys)
+                run = self._prefix(pool, keys, index)
                 self._count_lookup(len(keys), run)
                 return run
         self._counters.miss("index", len(keys))
         return 0
+
+    def _prefix(self, pool: Pool, keys: Sequence[bytes], index: Index) -> int:
+        if not index.shared:
+            return index.prefix(pool.geometry, keys)
+        epoch = self.epoch
+        known, _ = pool.known.leading_run(keys, epoch)
+        run = known
+        if known < len(keys):
+            run += index.prefix(pool.geometry, keys[known:])
+            pool.known.seen(keys[known:run], None, epoch)
+        return run
 
     def locate(self, pool: Pool, keys: Sequence[bytes]) -> list[Placement | None]:
         """Where each block lies, for somebody who reads by himself and then calls :meth:`report`.

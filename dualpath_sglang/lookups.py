@@ -24,14 +24,13 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from dualpath_sglang.bounded import MAX_REQUESTS, remember
+from dualpath_sglang.known_pages import KnownPages
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.pool import Pool
 from dualpath_storage import key_bytes
 
 logger = logging.getLogger(__name__)
 
-MAX_PAGES = 1 << 16
-MAX_MISSING = 1 << 13
 REQUEST_S = 10.0
 PRESENT_S = 10.0
 MISSING_S = 1.0
@@ -105,8 +104,7 @@ class PrefixLookups:
         self._wait_s = self._left_s = wait_s
         self._answers: OrderedDict[str, _Answer] = OrderedDict()
         self._asked: OrderedDict[str, _Job] = OrderedDict()
-        self._pages = _PageMemory()
-        self._epoch = cache.epoch
+        self._pages: KnownPages[str] = KnownPages(PRESENT_S, MISSING_S)
         self._writes = 0
         self.sources: Counter[str] = Counter()
         """Answers by where they came from: request, pages, index, none."""
@@ -162,8 +160,7 @@ class PrefixLookups:
     ) -> _Answer | None:
         job = self._asked.get(rid)
         if job is None or job.chain != chain:
-            self._forget_pages_after_evictions()
-            run, missing = self._pages.leading_run(keys)
+            run, missing = self._pages.leading_run(keys, self._cache.epoch)
             if not self._ends and (missing or run == len(keys)):
                 self.sources["pages"] += 1
                 return self._answer(chain, range(1, run + 1), now, self._writes)
@@ -181,12 +178,6 @@ class PrefixLookups:
         self.sources["index"] += 1
         del self._asked[rid]
         return self._answer(chain, job.lengths, now, job.writes)
-
-    def _forget_pages_after_evictions(self) -> None:
-        epoch = self._cache.epoch
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._pages.forget_present()
 
     def _done_in_time(self, job: _Job) -> bool:
         if job.done.is_set():
@@ -275,8 +266,7 @@ class PrefixLookups:
         present = self._present(self._every, part)
         run = present.index(False) if False in present else len(part)
         job.run += run
-        if epoch == self._cache.epoch:
-            self._pages.seen(part[:run], part[run] if run < len(part) else None)
+        self._pages.seen(part[:run], part[run] if run < len(part) else None, epoch)
         if run == len(part) and job.run < count:
             with self._wake:
                 self._jobs.append(job)
@@ -310,60 +300,3 @@ def windows_of(present: Sequence[bool], length: int) -> list[bool]:
         run = run + 1 if there else 0
         good.append(run >= min(length, i + 1))
     return good
-
-
-class _PageMemory:
-    """Pages known to be there, and known not to be. Bounded, thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # Two generations: what is not seen again while the younger one fills is forgotten.
-        self._young: dict[str, None] = {}
-        self._old: dict[str, None] = {}
-        self._turned = time.monotonic()
-        self._missing: OrderedDict[str, float] = OrderedDict()
-
-    def leading_run(self, keys: Sequence[str]) -> tuple[int, bool]:
-        """Leading pages that are there, and whether the next is known to be missing."""
-        now = time.monotonic()
-        with self._lock:
-            self._turn(now)
-            young, old = self._young, self._old
-            for i, key in enumerate(keys):
-                if key not in young and key not in old:
-                    return i, self._missing.get(key, 0.0) > now
-        return len(keys), False
-
-    def seen(self, present: Sequence[str], missing: str | None) -> None:
-        """What the index says."""
-        now = time.monotonic()
-        with self._lock:
-            self._turn(now)
-            self._young.update(dict.fromkeys(present))
-            for key in present:
-                self._missing.pop(key, None)
-            if missing is not None:
-                self._missing[missing] = now + MISSING_S
-                self._missing.move_to_end(missing)
-                if len(self._missing) > MAX_MISSING:
-                    self._missing.popitem(last=False)
-
-    def appeared(self, keys: Iterable[str]) -> None:
-        """Pages are not missing any more; whether all of their pools are there is not said."""
-        with self._lock:
-            for key in keys:
-                self._missing.pop(key, None)
-
-    def forget_present(self) -> None:
-        with self._lock:
-            self._young, self._old = {}, {}
-
-    def forget_all(self) -> None:
-        with self._lock:
-            self._young, self._old = {}, {}
-            self._missing.clear()
-
-    def _turn(self, now: float) -> None:
-        if len(self._young) > MAX_PAGES // 2 or now - self._turned > PRESENT_S / 2:
-            self._old, self._young = self._young, {}
-            self._turned = now

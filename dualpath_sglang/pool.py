@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from dualpath_sglang.evictor import Evictor
 from dualpath_sglang.index import Freed, Index, Record
+from dualpath_sglang.known_pages import KnownPages
 from dualpath_storage import (
     NO_PARENT,
     BlockStore,
@@ -32,6 +33,7 @@ _ROUNDS_BEFORE_RECLAIM = 1
 _VERIFY_BYTES = 32 << 20
 _ADOPT_EVERY_S = 5.0
 _KEEP_EVERY_S = 5.0
+_KNOWN_S = 2.0
 _CLEAN_BATCH = 256
 
 
@@ -59,6 +61,7 @@ class Pool:
     def __init__(self, store: BlockStore, *, writer: bool) -> None:
         self.store = store
         self.writer = writer
+        self.known: KnownPages[bytes] = KnownPages(_KNOWN_S)
         self._adopted_at = self._kept_at = float("-inf")
         self._writing: set[bytes] = set()
         self._generations: set[int] = set()
@@ -123,16 +126,21 @@ class Pool:
                 continue
             if keep is not None and not index.present(*keep):
                 break
+            namespace = evictor.tight(self.geometry)
             if owned:  # else nothing that is evicted could be of use here
                 need_bytes = (count - len(slots)) * self.geometry.slot_bytes
                 mine = {(self.geometry.id_bytes, number) for number in owned}
-                evictor.evict(index, need_bytes, deadline, keep=keep, prefer=mine)
+                evictor.evict(
+                    index, need_bytes, deadline, keep=keep, prefer=mine, namespace=namespace
+                )
             more = table.take(count - len(slots), generation)
             slots += more
             fruitless = 0 if more else fruitless + 1
             if owned and fruitless < _ROUNDS_BEFORE_RECLAIM:
                 continue
-            if not evictor.reclaim(index, self.geometry, owned, deadline, keep=keep):
+            if not evictor.reclaim(
+                index, self.geometry, owned, deadline, keep=keep, namespace=namespace
+            ):
                 break
 
     def _add_segment(self, index: Index, deadline: float) -> bool:

@@ -117,11 +117,13 @@ class Index(Protocol):
         keep: tuple[bytes, bytes] | None = None,
         prefer: Collection[tuple[bytes, int]] | None = None,
         promised: Collection[bytes] = (),
+        models: Collection[bytes] | None = None,
     ) -> list[Freed]:
         """Take out least recently used units, leaves first, until ``need_bytes`` are free.
 
         Args:
             size: slot bytes by geometry id (16 bytes); unknown ones count as nothing.
+            models: only pages of these (:attr:`Geometry.unit`); all by default.
             prefer: (geometry id, segment) whose slots are of use to the caller. Units without a
                 block there are passed over, but only if others are not much more recently used.
             keep: (unit, key) for whose children room is made: it and its ancestors stay, and

@@ -26,6 +26,7 @@ from dualpath_sglang.index.base import (
     Report,
 )
 from dualpath_sglang.index.environment import Environment
+from dualpath_sglang.index.leaves import Leaves, newest_use
 from dualpath_sglang.index.owners import FileLocks, Ownership
 from dualpath_sglang.index.passes import most_passes
 from dualpath_sglang.index.rows import (
@@ -33,13 +34,12 @@ from dualpath_sglang.index.rows import (
     FORMAT,
     FREED,
     GENERATION,
-    LRU_NAME_BYTES,
     TABLES,
-    TICK,
     UNIT,
     WANTED,
     first_fault,
     freed_row,
+    lru_name,
     table_rows,
 )
 from dualpath_storage import NO_PARENT, Geometry, Placement, Slot
@@ -220,9 +220,7 @@ class EmbeddedIndex:
 
     def _now(self, txn: lmdb.Transaction) -> int:
         """Microseconds, later than every use so far even when the clock was set back."""
-        cursor = txn.cursor(self._lru)
-        newest = TICK.unpack(cursor.key()[:8])[0] if cursor.last() else 0
-        return max(time.time_ns() // 1000, newest + 1)
+        return max(time.time_ns() // 1000, newest_use(txn, self._lru) + 1)
 
     def _use(
         self, txn: lmdb.Transaction, unit_key: bytes, when: int, parent: bytes = NO_PARENT
@@ -232,18 +230,18 @@ class EmbeddedIndex:
         if old is not None:
             before, known = UNIT.unpack(old)
             when = max(when, before)
-            txn.delete(TICK.pack(before) + unit_key, db=self._lru)
+            txn.delete(lru_name(unit_key, before), db=self._lru)
             if known != NO_PARENT:
                 parent = known
         txn.put(unit_key, UNIT.pack(when, parent), db=self._units)
         if self._is_leaf(txn, unit_key):
-            txn.put(TICK.pack(when) + unit_key, b"", db=self._lru)
+            txn.put(lru_name(unit_key, when), b"", db=self._lru)
         if parent != NO_PARENT and (old is None or known == NO_PARENT):
             parent_key = unit_key[:8] + parent
             txn.put(parent_key + unit_key[8:], b"", db=self._children)
             row = txn.get(parent_key, db=self._units)
             if row is not None:
-                txn.delete(TICK.pack(UNIT.unpack(row)[0]) + parent_key, db=self._lru)
+                txn.delete(lru_name(parent_key, UNIT.unpack(row)[0]), db=self._lru)
 
     def _is_leaf(self, txn: lmdb.Transaction, unit_key: bytes) -> bool:
         return next(table_rows(txn, self._children, unit_key), None) is None
@@ -279,7 +277,7 @@ class EmbeddedIndex:
             return
         used, parent = UNIT.unpack(row)
         txn.delete(unit_key, db=self._units)
-        txn.delete(TICK.pack(used) + unit_key, db=self._lru)
+        txn.delete(lru_name(unit_key, used), db=self._lru)
         if parent != NO_PARENT:
             parent_key = unit_key[:8] + parent
             txn.delete(parent_key + unit_key[8:], db=self._children)
@@ -295,15 +293,16 @@ class EmbeddedIndex:
         keep: tuple[bytes, bytes] | None = None,
         prefer: Collection[tuple[bytes, int]] | None = None,
         promised: Collection[bytes] = (),
+        models: Collection[bytes] | None = None,
     ) -> list[Freed]:
         kept = b"" if keep is None else keep[0] + keep[1]
         with self._write(timeout_s) as txn:
             if kept and txn.get(kept, db=self._units) is None:
                 return []
             stay = {kept, *promised}
-            freed = self._evict(txn, size, need_bytes, stay, prefer)
+            freed = self._evict(txn, size, need_bytes, stay, models, prefer)
             if not freed and prefer is not None:
-                freed = self._evict(txn, size, need_bytes, stay, None)
+                freed = self._evict(txn, size, need_bytes, stay, models, None)
         return freed
 
     def _evict(
@@ -312,44 +311,43 @@ class EmbeddedIndex:
         size: dict[bytes, int],
         need_bytes: int,
         stay: Collection[bytes],
+        models: Collection[bytes] | None,
         prefer: Collection[tuple[bytes, int]] | None,
     ) -> list[Freed]:
         freed: list[Freed] = []
-        got, at = 0, b""
+        got = 0
         passes = most_passes(txn.stat(self._lru)["entries"])
+        leaves = Leaves(txn, self._lru, models)
         while got < need_bytes and len(freed) < _BATCH:
-            name, passes = self._oldest(txn, at, stay, prefer, passes)
-            if not name:
+            try:
+                unit_key = leaves.first()
+            except ValueError as error:
+                raise IndexDamagedError(f"{self.path} has a {error}") from error
+            if not unit_key:
                 break
-            at = name[:8]  # a parent that becomes a leaf is as recent as its child was
-            for row in self._free_unit(txn, name[8:]):
-                freed.append(row)
-                got += size.get(row.geometry_id, 0)
+            if unit_key not in stay:
+                if self._lies_in(txn, unit_key, prefer):
+                    for row in self._free_unit(txn, unit_key):
+                        freed.append(row)
+                        got += size.get(row.geometry_id, 0)
+                    leaves.taken(unit_key)
+                    continue
+                passes -= 1
+                if passes < 0:
+                    break
+            leaves.passed(unit_key)
         return freed
 
-    def _oldest(
+    def _lies_in(
         self,
         txn: lmdb.Transaction,
-        at: bytes,
-        stay: Collection[bytes],
-        prefer: Collection[tuple[bytes, int]] | None,
-        passes: int,
-    ) -> tuple[bytes, int]:
-        """The first leaf to go, not before ``at``, and how many may still be passed over."""
-        for name, _ in table_rows(txn, self._lru, start=at):
-            if len(name) != LRU_NAME_BYTES:
-                raise IndexDamagedError(f"{self.path} has a malformed row")
-            if name[8:] in stay:
-                continue
-            if prefer is None or any(
-                (row[40:], BLOCK.unpack(value)[0]) in prefer
-                for row, value in table_rows(txn, self._blocks, name[8:])
-            ):
-                return name, passes
-            passes -= 1
-            if passes < 0:
-                break
-        return b"", passes
+        unit_key: bytes,
+        segments: Collection[tuple[bytes, int]] | None,
+    ) -> bool:
+        return segments is None or any(
+            (row[40:], BLOCK.unpack(value)[0]) in segments
+            for row, value in table_rows(txn, self._blocks, unit_key)
+        )
 
     def _free_unit(self, txn: lmdb.Transaction, unit_key: bytes) -> list[Freed]:
         rows = list(table_rows(txn, self._blocks, unit_key))

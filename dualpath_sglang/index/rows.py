@@ -4,15 +4,15 @@
 |---|---|---|
 | ``blocks`` | unit (8), key (32), geometry id (16) | segment u32, slot u32, generation u64 |
 | ``units`` | unit, key | last use in us u64, parent (32) |
-| ``lru`` | last use u64 big-endian, unit, key | - |
+| ``lru`` | unit, last use u64 big-endian, key | - |
 | ``children`` | unit, parent (32), child (32) | - |
 | ``freed`` | geometry id, segment u32 BE, slot u32 BE | generation u64 |
 | ``meta`` | name | format version, boot id, whether it was closed cleanly |
 | ``meta`` | ``wanted``, geometry id, segment u32 BE, 0 u32 | - |
 
-``lru`` holds the leaves alone, those units of which no child is present, in order of use: what
-goes first is its first row. A unit enters it when its last child goes, as recently used as that
-child was. ``children`` repeats the parents of ``units``.
+``lru`` holds the leaves alone, those units of which no child is present, each model's in order of
+use: what goes first is the first row of one of them. A unit enters it when its last child goes, as
+recently used as that child was. ``children`` repeats the parents of ``units``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import lmdb
 from dualpath_sglang.index.base import Freed
 from dualpath_storage import Slot
 
-FORMAT = b"1"
+FORMAT = b"2"
 TABLES = ("blocks", "units", "lru", "children", "freed", "meta")
 
 BLOCK = struct.Struct("<IIQ")
@@ -52,6 +52,11 @@ def table_rows(
             if not name.startswith(prefix):
                 return
             yield name, value
+
+
+def lru_name(unit_key: bytes, when: int) -> bytes:
+    """The name of a leaf's row in ``lru``."""
+    return unit_key[:8] + TICK.pack(when) + unit_key[8:]
 
 
 def freed_row(name: bytes, value: bytes) -> Freed:
@@ -80,7 +85,7 @@ def first_fault(txn: lmdb.Transaction, tables: Mapping[str, lmdb._Database]) -> 
     for name, value in table_rows(txn, units):
         if len(name) != UNIT_NAME_BYTES:
             return "malformed unit row"
-        listed = txn.get(TICK.pack(UNIT.unpack(value)[0]) + name, db=lru) is not None
+        listed = txn.get(lru_name(name, UNIT.unpack(value)[0]), db=lru) is not None
         if listed != (next(table_rows(txn, children, name), None) is None):
             return "wrong order of use"
         leaves += listed

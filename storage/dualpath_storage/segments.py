@@ -78,7 +78,7 @@ class Segments:
         try:
             size = self._space.segment_bytes(self.geometry)
             with self._space.reserved(timeout_s) as held:
-                if not held or not self._space.fits(size):
+                if not held or not self._space.fits(size, self.geometry.namespace):
                     return False
                 self.create_directory()
                 number = secrets.randbits(32)

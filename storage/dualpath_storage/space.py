@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from dualpath_storage.errors import StoreError
 from dualpath_storage.geometry import Geometry, align_up
 from dualpath_storage.locks import file_lock
 from dualpath_storage.options import MIB, StoreOptions
-from dualpath_storage.paths import every_segment
+from dualpath_storage.paths import GEOMETRY_FILE, every_segment
+from dualpath_storage.quotas import Quotas
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,8 @@ class Space:
     def __init__(self, options: StoreOptions) -> None:
         self._options = options
         self.root = options.root
+        self._quotas = Quotas(options.root)
+        self._namespaces: dict[Path, str | None] = {}
         self._noted: set[str] = set()
 
     @property
@@ -50,19 +54,57 @@ class Space:
             with contextlib.suppress(OSError):
                 yield path, path.stat().st_size
 
+    def usage(self) -> dict[str, int]:
+        """Bytes of the segment files of each namespace, of those whose geometry can be read."""
+        used: dict[str, int] = {}
+        for path, size in self.segments():
+            namespace = self._namespace(path.parent)
+            if namespace is not None:
+                used[namespace] = used.get(namespace, 0) + size
+        return used
+
+    def _namespace(self, directory: Path) -> str | None:
+        if self._namespaces.get(directory) is None:
+            try:
+                text = (directory / GEOMETRY_FILE).read_text(errors="replace")
+                self._namespaces[directory] = Geometry.from_json(text).namespace
+            except (OSError, StoreError):
+                return None
+        return self._namespaces[directory]
+
+    def quotas(self) -> Mapping[str, int]:
+        """Most bytes that the segment files of a namespace may take, where that is limited."""
+        return self._quotas.all()
+
+    def at_quota(self, geometry: Geometry) -> bool:
+        """Whether one more segment would be more than the geometry's namespace may have."""
+        quota = self.quotas().get(geometry.namespace)
+        if quota is None:
+            return False
+        return self.usage().get(geometry.namespace, 0) + self.segment_bytes(geometry) > quota
+
     def segment_bytes(self, geometry: Geometry) -> int:
-        """Size of a new segment: a small part of the capacity, and at least one slot."""
+        """Size of a new segment: a small part of the capacity or quota, and at least one slot."""
         slot = geometry.slot_bytes
         if self._options.segment_bytes is not None:
             return max(self._options.segment_bytes, slot)
         capacity = self.capacity_bytes
+        capacity = min(capacity, self.quotas().get(geometry.namespace, capacity))
         size = min(_SEGMENT_BYTES, max(capacity // 64, 16 * slot), max(capacity // 4, slot))
         exact = max(size, capacity // _MAX_SEGMENTS, slot) // slot * slot
         rounded = align_up(exact, MIB)
         return rounded if exact >= MIB and rounded <= capacity // 4 else exact
 
-    def fits(self, size: int) -> bool:
-        """Whether one more segment of ``size`` bytes keeps both limits. Call it reserved."""
+    def fits(self, size: int, namespace: str | None = None) -> bool:
+        """Whether one more segment of ``size`` bytes keeps all limits. Call it reserved.
+
+        Args:
+            namespace: whose quota counts too.
+        """
+        quota = None if namespace is None else self.quotas().get(namespace)
+        if quota is not None and self.usage().get(namespace or "", 0) + size > quota:
+            self._note(f"the quota of the namespace {namespace}")
+            return False
         if self.used_bytes() + size > self.capacity_bytes:
             self._note("its capacity")
             return False
@@ -86,6 +128,14 @@ class Space:
         short = int(floor) - stat.f_bavail * stat.f_frsize
         used = self.used_bytes()
         return max(0, used - self.capacity_bytes, min(short, used))
+
+    def excess_by_namespace(self) -> dict[str, int]:
+        """Bytes that namespaces take beyond their quotas."""
+        quotas = self.quotas()
+        if not quotas:
+            return {}
+        over = {name: used - quotas.get(name, used) for name, used in self.usage().items()}
+        return {name: excess for name, excess in over.items() if excess > 0}
 
     def _note(self, limit: str) -> None:
         if limit not in self._noted:

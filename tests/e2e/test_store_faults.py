@@ -49,7 +49,9 @@ class Served:
         return answer
 
     def storage_hit(self) -> bool:
-        return self.ask().cached.storage >= len(PROMPT) - PAGE_TOKENS
+        hit = self.ask().cached.storage >= len(PROMPT) - PAGE_TOKENS
+        # Removed files that are still open are read for a moment.
+        return hit and "kv" in stores.geometries(self.root)
 
     def recovers(self) -> None:
         """Damaged or lost pages are written again, and then hit, within the deadline."""

@@ -84,6 +84,11 @@ class Model(RuleBasedStateMachine):
         del unit
         return self.leaves()
 
+    def looked_at(self, models: set[bytes] | None) -> list[UnitKey]:
+        """The leaves of which an eviction may pass over a share."""
+        del models
+        return self.leaves()
+
     def now(self, unit: bytes) -> int:
         uses = (self.units[name].used for name in self.ordered_with(unit))
         return max(self.clock, max(uses, default=0) + 1)
@@ -188,27 +193,42 @@ class Model(RuleBasedStateMachine):
         keep=st.none() | st.sampled_from(KEYS),
         prefer=st.none()
         | st.sets(st.tuples(st.sampled_from([g.id_bytes for g in GEOMETRIES]), st.integers(0, 3))),
+        models=st.none() | st.sets(st.sampled_from([KV.unit, OTHER.unit])),
     )
-    def evict(self, need: int, keep: bytes | None, prefer: set[tuple[bytes, int]] | None) -> None:
-        kept = None if keep is None else (KV.unit, keep)
+    def evict(
+        self,
+        need: int,
+        keep: bytes | None,
+        prefer: set[tuple[bytes, int]] | None,
+        models: set[bytes] | None,
+    ) -> None:
+        kept = None
+        if keep is not None and (models is None or KV.unit in models):
+            kept = (KV.unit, keep)
         expected: list[Freed] = []
         if kept is None or kept in self.units:
-            expected = self.evicted(need, kept, prefer)
+            expected = self.evicted(need, kept, prefer, models)
             if not expected and prefer is not None:
-                expected = self.evicted(need, kept, None)
-        found = self.index.evict(SIZES, need, FOREVER_S, keep=kept, prefer=prefer)
+                expected = self.evicted(need, kept, None, models)
+        found = self.index.evict(SIZES, need, FOREVER_S, keep=kept, prefer=prefer, models=models)
         assert found == expected
 
     def evicted(
-        self, need: int, kept: UnitKey | None, prefer: set[tuple[bytes, int]] | None
+        self,
+        need: int,
+        kept: UnitKey | None,
+        prefer: set[tuple[bytes, int]] | None,
+        models: set[bytes] | None,
     ) -> list[Freed]:
         freed: list[Freed] = []
         got, at = 0, 0
-        passes = max(2, len(self.leaves()) // 4)
+        passes = max(2, len(self.looked_at(models)) // 4)
         while got < need:
             chosen = None
             for name in self.leaves():
                 if name == kept or self.units[name].used < at:
+                    continue
+                if models is not None and name[0] not in models:
                     continue
                 homes = {(gid, p.segment) for (n, gid), p in self.blocks.items() if n == name}
                 if prefer is None or homes & prefer:
@@ -357,6 +377,9 @@ class RedisModel(Model):
 
     def ordered_with(self, unit: bytes) -> list[UnitKey]:
         return [name for name in self.leaves() if name[0] == unit]
+
+    def looked_at(self, models: set[bytes] | None) -> list[UnitKey]:
+        return [name for name in self.leaves() if models is None or name[0] in models]
 
 
 _SETTINGS = settings(max_examples=25, stateful_step_count=30, deadline=None)

@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from dualpath_sglang.index.redis import RedisSettings
+from dualpath_sglang.index.redis.index import RedisIndex
 from dualpath_sglang.index.source import RedisSource
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.node import Node
@@ -194,3 +195,33 @@ def test_nodes_tell_each_other_who_they_are(
         assert found["geometries"][0]["blocks"] == 12
         table = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert f"{socket.gethostname()}:{os.getpid()}" in table.stdout
+
+
+def test_what_was_just_found_is_not_asked_for_again(
+    node: Callable[..., KVCache], of: Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dualpath_sglang.pool._KNOWN_S", 0.5)
+    a, b = node(), node()
+    write(a.attach(of), a, KEYS[:8])
+    asked: list[int] = []
+    real = RedisIndex.prefix
+
+    def prefix(index: RedisIndex, geometry: Geometry, keys: Sequence[bytes]) -> int:
+        asked.append(len(keys))
+        return real(index, geometry, keys)
+
+    monkeypatch.setattr(RedisIndex, "prefix", prefix)
+    pool = b.attach(of)
+    assert [b.prefix(pool, KEYS[:n]) for n in (8, 8, 5)] == [8, 8, 5]
+    assert asked == [8]
+    assert b.prefix(pool, KEYS) == 8
+    write(a.attach(of), a, KEYS[8:], parent=KEYS[7])
+    assert b.prefix(pool, KEYS) == 12, "what was missing is asked for each time"
+    assert asked == [8, 4, 4]
+    b.evict(3 * of.slot_bytes)
+    assert b.prefix(pool, KEYS) == 9, "its own evictions it knows at once"
+    a.evict(3 * of.slot_bytes)
+    end = time.monotonic() + RECOVERY_S
+    while b.prefix(pool, KEYS) != 6:
+        assert time.monotonic() < end, "and those of others soon"
+        time.sleep(0.05)

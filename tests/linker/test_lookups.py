@@ -77,14 +77,14 @@ def test_a_miss_ends_with_our_own_write(
     assert ask(prefixes, "a", KEYS) == [1, 2, 3, 4]
 
 
-def test_a_miss_ends_by_itself(
-    cache: KVCache, pool: Pool, prefixes: PrefixLookups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_miss_ends_by_itself(cache: KVCache, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookups, "MISSING_S", 0.05)
+    prefixes = PrefixLookups(cache, [Need(pool)], wait_s=10.0)
     assert ask(prefixes, "a", KEYS) == []
     put(cache, pool, KEYS)
     time.sleep(0.1)
     assert ask(prefixes, "a", KEYS) == list(range(1, 11))
+    prefixes.close()
 
 
 def test_evicted_pages_are_forgotten(cache: KVCache, pool: Pool, prefixes: PrefixLookups) -> None:

@@ -20,7 +20,8 @@ rest is fixed words: nothing from outside enters a name.
 | ``:freed`` | sorted set | blocks that were taken out and whose slot nobody reused yet |
 | ``:claim:<geometry>:<key>`` | string | who is writing that block now; expires |
 
-What nodes tell each other is said in :mod:`dualpath_sglang.index.redis.cluster_state`.
+What nodes tell each other is said in :mod:`dualpath_sglang.index.redis.cluster_state`, and whose
+the segments are in :mod:`dualpath_sglang.index.redis.ownership`.
 """
 
 from __future__ import annotations

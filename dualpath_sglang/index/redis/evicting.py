@@ -68,11 +68,13 @@ class Eviction:
         size: dict[bytes, int],
         keep: tuple[bytes, bytes] | None,
         promised: Collection[bytes],
+        models: Collection[bytes] | None,
         end: float,
     ) -> None:
         self._access = access
         self._sizes = b"".join(_SIZE.pack(*row) for row in size.items())
         self._keep = keep
+        self._models = models
         self._stay: dict[bytes, list[bytes]] = {}
         for name in promised:
             self._stay.setdefault(name[:8], []).append(name[8:])
@@ -93,7 +95,8 @@ class Eviction:
     def _run(
         self, need: int, prefer: Collection[tuple[bytes, int]] | None, freed: list[Freed]
     ) -> None:
-        orders = [_Order(unit) for unit in self._access.units(self._end)]
+        units = self._access.units(self._end)
+        orders = [_Order(unit) for unit in units if self._models is None or unit in self._models]
         if self._keep is not None:  # before anything of another model goes
             unit = self._keep[0]
             orders.sort(key=lambda order: order.unit != unit)

@@ -262,9 +262,10 @@ class RedisIndex:
         keep: tuple[bytes, bytes] | None = None,
         prefer: Collection[tuple[bytes, int]] | None = None,
         promised: Collection[bytes] = (),
+        models: Collection[bytes] | None = None,
     ) -> list[Freed]:
         end = self._write_until(timeout_s)
-        eviction = Eviction(self._access, size, keep, promised, end)
+        eviction = Eviction(self._access, size, keep, promised, models, end)
         freed = eviction.run(need_bytes, prefer)
         if not freed and prefer is not None and not eviction.refused:
             freed = eviction.run(need_bytes, None)

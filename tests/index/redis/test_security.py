@@ -57,6 +57,12 @@ def everything(index: RedisIndex) -> None:
     assert index.chain_segments(OTHER.unit, keys[3])
     index.drop_segments(OTHER, [1], FOREVER_S)
     index.clear(KV, FOREVER_S)
+    assert index.ownership.keep(KV.id_bytes, [1, 2], FOREVER_S) == [True, True]
+    assert index.ownership.take(KV.id_bytes, [1], FOREVER_S) == [True]
+    index.ownership.give_up(KV.id_bytes, [1], FOREVER_S)
+    assert len(index.ownership.owners(FOREVER_S)) == 2
+    index.forget_segments(KV.id_bytes, [1, 2], FOREVER_S)
+    assert index.ownership.vacate("nobody", FOREVER_S) == 0
     index.set_filled()
     assert index.filled()
     index.upkeep()
