@@ -36,11 +36,25 @@ def free_port() -> int:
                 return ports[0]
 
 
+def tls_options(ca: Path, cert: Path, key: Path) -> list[str]:
+    """Options of a server that speaks TLS alone, with others of its kind too, and asks everybody
+    for a certificate."""
+    return [
+        "tls-port 1",
+        f"tls-cert-file {cert}",
+        f"tls-key-file {key}",
+        f"tls-ca-cert-file {ca}",
+        "tls-auth-clients yes",
+        "tls-replication yes",
+        "tls-cluster yes",
+    ]
+
+
 class RedisServer:
     """A redis-server, or a Sentinel.
 
     Args:
-        options: of the configuration file, each "name value".
+        options: of the configuration file, each "name value"; see :func:`tls_options` for TLS.
         sentinel: whether it is one.
         port: where it listens; a free one by default.
     """
@@ -51,7 +65,7 @@ class RedisServer:
         assert REDIS_SERVER is not None, "redis-server is not installed"
         self.port = port or free_port()
         self.folder = Path(tempfile.mkdtemp(prefix="dualpath-redis-"))
-        self._tls = any(o.startswith("tls-port") for o in options)
+        self._tls = dict(o.split(" ", 1) for o in options if o.startswith("tls-"))
         self._sentinel = sentinel
         lines = [f"port {0 if self._tls else self.port}", "bind 127.0.0.1", f"dir {self.folder}"]
         if self._tls:
@@ -85,7 +99,14 @@ class RedisServer:
 
     def admin(self, **options: Any) -> redis.Redis:
         """A client without deadlines."""
-        return redis.Redis(port=self.port, **options)
+        if self._tls:
+            options |= {
+                "ssl": True,
+                "ssl_ca_certs": self._tls["tls-ca-cert-file"],
+                "ssl_certfile": self._tls["tls-cert-file"],
+                "ssl_keyfile": self._tls["tls-key-file"],
+            }
+        return redis.Redis("127.0.0.1", self.port, **options)
 
     def stop(self) -> None:
         """Have it hang, until :meth:`cont`."""
@@ -167,9 +188,14 @@ def cluster(masters: int = 3, options: Sequence[str] = ()) -> Iterator[list[Redi
 
 @contextlib.contextmanager
 def sentinels(
-    service: str = "main", options: Sequence[str] = ()
+    service: str = "main", options: Sequence[str] = (), watching: Sequence[str] = ()
 ) -> Iterator[tuple[list[RedisServer], list[RedisServer]]]:
-    """A master and its replica, and three Sentinels that watch them."""
+    """A master and its replica, and three Sentinels that watch them.
+
+    Args:
+        options: of the master and its replica.
+        watching: of the Sentinels.
+    """
     with contextlib.ExitStack() as stack:
         master = stack.enter_context(RedisServer(options))
         replica = stack.enter_context(RedisServer([f"replicaof 127.0.0.1 {master.port}", *options]))
@@ -177,6 +203,7 @@ def sentinels(
             f"sentinel monitor {service} 127.0.0.1 {master.port} 2",
             f"sentinel down-after-milliseconds {service} 1000",
             f"sentinel failover-timeout {service} 3000",
+            *watching,
         ]
         watchers = [stack.enter_context(RedisServer(watch, sentinel=True)) for _ in range(3)]
         clients = [stack.enter_context(w.admin(decode_responses=True)) for w in watchers]

@@ -10,12 +10,13 @@ import contextlib
 import inspect
 import select
 import socket
+import ssl
 import time
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from redis.backoff import NoBackoff
-from redis.connection import Connection, SSLConnection
+from redis.connection import Connection
 from redis.exceptions import ResponseError
 from redis.retry import Retry
 
@@ -56,20 +57,30 @@ class _DeadlineSocket:
         return getattr(self._sock, name)
 
 
-class _Plain(Connection):
+class _Connection(Connection):
+    """Has a deadline, and TLS when there is a context for it.
+
+    redis-py's own TLS trusts the system's authorities besides the one that is named.
+    """
+
     deadline = 0.0
+    tls: ssl.SSLContext | None = None
 
     def _connect(self) -> Any:
         base: Any = super()  # without types
-        return _DeadlineSocket(base._connect(), self.deadline)
+        sock = base._connect()
+        if self.tls is not None:
+            sock.settimeout(max(0.001, self.deadline - time.monotonic()))
+            sock = self.tls.wrap_socket(sock, server_hostname=self.host)
+        return _DeadlineSocket(sock, self.deadline)
 
 
-class _Encrypted(SSLConnection):
-    deadline = 0.0
-
-    def _connect(self) -> Any:
-        base: Any = super()  # without types
-        return _DeadlineSocket(base._connect(), self.deadline)
+def _tls(settings: RedisSettings) -> ssl.SSLContext:
+    """Made for each connection: the files are replaced when certificates are renewed."""
+    context = ssl.create_default_context(cafile=settings.ca_file)
+    if settings.cert_file is not None:
+        context.load_cert_chain(settings.cert_file, settings.key_file)
+    return context
 
 
 def _quiet() -> dict[str, Any]:
@@ -111,18 +122,11 @@ class Link:
         if not sentinel or settings.sentinel_auth:
             options["username"] = settings.username or None
             options["password"] = settings.password or None
-        kind: Any = _Plain
-        if settings.tls:
-            kind = _Encrypted
-            options |= {
-                "ssl_ca_certs": settings.ca_file and str(settings.ca_file),
-                "ssl_certfile": settings.cert_file and str(settings.cert_file),
-                "ssl_keyfile": settings.key_file and str(settings.key_file),
-                "ssl_check_hostname": True,
-            }
         self.address = address
+        kind: Any = _Connection  # without types
         self._connection: Any = kind(**options)
         self._connection.deadline = deadline
+        self._connection.tls = _tls(settings) if settings.tls else None
         try:
             self._connection.connect()
         except BaseException:

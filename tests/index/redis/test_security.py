@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 import redis
@@ -16,7 +17,7 @@ from dualpath_sglang.index.redis.index import RedisIndex
 from tests.index.records import FOREVER_S, INDEXER, KV, OTHER, records
 from tests.support.blocks import chain, key
 from tests.support.certificates import authority, certificate
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import RedisServer, tls_options
 
 SECRET = "hunter2-very-secret"
 ONE = {g.id_bytes: 1 for g in (KV, INDEXER, OTHER)}
@@ -141,21 +142,34 @@ def test_who_is_not_let_in_is_told_so_and_tells_nothing(
     assert SECRET not in shown
 
 
+def certified(folder: Path) -> list[str]:
+    """Options of a server that has its certificates, and those of a client, in a folder."""
+    ca = authority(folder)
+    certificate(ca, "client", "127.0.0.1")
+    return tls_options(ca, *certificate(ca, "server", "127.0.0.1"))
+
+
+def files(folder: Path) -> dict[str, object]:
+    """Options of the address for that client."""
+    names = {"ca_file": "ca.crt", "cert_file": "client.crt", "key_file": "client.key"}
+    return {option: folder / name for option, name in names.items()}
+
+
+def but(options: Mapping[str, object], name: str) -> dict[str, object]:
+    """All options but one."""
+    return {option: value for option, value in options.items() if option != name}
+
+
+def at(url: str, options: Mapping[str, object]) -> str:
+    """The address with its options."""
+    return f"{url}?{urlencode(options)}"
+
+
 @pytest.fixture(scope="module")
 def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RedisServer, Path]]:
     """A server that wants to know who calls, and the folder of the certificates."""
     folder = tmp_path_factory.mktemp("tls")
-    ca = authority(folder)
-    own, own_key = certificate(ca, "server", "127.0.0.1")
-    certificate(ca, "client", "127.0.0.1")
-    options = [
-        "tls-port 1",
-        f"tls-cert-file {own}",
-        f"tls-key-file {own_key}",
-        f"tls-ca-cert-file {ca}",
-        "tls-auth-clients yes",
-    ]
-    with RedisServer(options) as server:
+    with RedisServer(certified(folder)) as server:
         yield server, folder
 
 
@@ -163,28 +177,35 @@ def test_all_calls_go_over_tls(
     encrypted: tuple[RedisServer, Path], open_at: Callable[..., RedisIndex]
 ) -> None:
     server, folder = encrypted
-    files = "&".join(
-        f"{name}={folder / file}"
-        for name, file in (
-            ("ca_file", "ca.crt"),
-            ("cert_file", "client.crt"),
-            ("key_file", "client.key"),
-        )
-    )
-    index = open_at(f"{server.url}?{files}")
+    index = open_at(at(server.url, files(folder)))
     everything(index)
+
+
+def test_only_the_authority_that_is_named_counts(
+    encrypted: tuple[RedisServer, Path],
+    open_at: Callable[..., RedisIndex],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not those of the system too."""
+    server, folder = encrypted
+    monkeypatch.setenv("SSL_CERT_FILE", str(folder / "ca.crt"))
+    ours = files(folder)
+    open_at(at(server.url, but(ours, "ca_file")))
+    with pytest.raises(IndexUnavailableError):
+        open_at(at(server.url, ours | {"ca_file": authority(tmp_path)}), timeout_s=2.0)
 
 
 def test_an_impostor_is_not_spoken_to(
     encrypted: tuple[RedisServer, Path], open_at: Callable[..., RedisIndex], tmp_path: Path
 ) -> None:
     server, folder = encrypted
-    us = f"cert_file={folder / 'client.crt'}&key_file={folder / 'client.key'}"
+    ours = files(folder)
     for url in (
-        f"{server.url}?ca_file={authority(tmp_path, 'other')}&{us}",
-        f"{server.url}?{us}",
-        f"{server.url.replace('127.0.0.1', 'localhost')}?ca_file={folder / 'ca.crt'}&{us}",
-        f"{server.url}?ca_file={folder / 'ca.crt'}",
+        at(server.url, ours | {"ca_file": authority(tmp_path)}),
+        at(server.url, but(ours, "ca_file")),
+        at(server.url.replace("127.0.0.1", "localhost"), ours),
+        at(server.url, {"ca_file": ours["ca_file"]}),
         server.url.replace("rediss", "redis"),
     ):
         with pytest.raises(IndexUnavailableError):
