@@ -200,8 +200,11 @@ class Pool:
 
     # -- upkeep -----------------------------------------------------------------------------
 
-    def maintain(self, index: Index, timeout_s: float) -> None:
+    def maintain(self, index: Index, timeout_s: float) -> list[Freed]:
         """Take back what others freed, blank what is not reused, forget segments that are gone.
+
+        Returns:
+            What it took out itself, of this pool and of others.
 
         Raises:
             IndexUnavailableError: the index cannot answer now.
@@ -228,9 +231,12 @@ class Pool:
             # Also those of slots that hold newer blocks by now.
             index.forget_freed([row for row in freed if row.slot not in failed], timeout_s)
             self.give_up_empty(index, timeout_s, retired=True)
+            taken_out: list[Freed] = []
             for number in wanted.intersection(self.store.slots.retired()):
                 # Blocks that were being written when others asked for the segment.
-                self.take_back(index.evict_segment(self.geometry.id_bytes, number, timeout_s))
+                taken_out += index.evict_segment(self.geometry.id_bytes, number, timeout_s)
+            self.take_back(taken_out)
+            return taken_out
 
     def _keep_segments(self, index: Index, timeout_s: float) -> None:
         """Renew the lease on own segments; those that others have taken over are theirs."""

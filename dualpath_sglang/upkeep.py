@@ -81,7 +81,9 @@ class Upkeep:
                     index.touch(unit, chain, timeout_s)
                 for pool in self._pools():
                     if pool.writer:
-                        pool.maintain(index, timeout_s)
+                        freed = pool.maintain(index, timeout_s)
+                        for other in self._pools():
+                            other.take_back(freed)
                 if self._writer.used:  # tools that only look have no say in the capacity
                     self._evictor.shrink(index, timeout_s)
                 self._evictor.relieve(index, timeout_s)

@@ -201,6 +201,58 @@ def hammer(root: str, capacity: int, seconds: float, seed: int) -> None:
     assert not each.wrong, each.wrong[:3]
 
 
+def hammer_until_killed(root: str, capacity: int, seed: int, index: str) -> None:
+    """The same without end; most of them die by themselves while they take pages or files out."""
+    quick()
+    rng = random.Random(seed)
+    kind = EmbeddedIndex if index == "embedded" else RedisIndex
+    if rng.random() < 0.7:
+        die_in(
+            rng,
+            rng.randrange(2, 60),
+            [
+                (kind, "evict"),
+                (kind, "evict_segment"),
+                (kind, "forget_freed"),
+                (BlockStore, "invalidate"),
+                (Segments, "drop"),
+                (Pool, "give_up_empty"),
+            ],
+        )
+    of = CRASHED
+    with KVCache(small(root, capacity), index=source(index)) as cache:
+        each = Hammer(cache, of, chains=hammer_chains(of, capacity), pages=32)
+        for i in itertools.count():
+            each.run(4, 0.25, seed + i)
+            if each.wrong:
+                say("WRONG", each.wrong[:3])
+            say("hits", each.counts["hits"])
+
+
+def die_in(rng: random.Random, calls: int, where: list[tuple[Any, str]]) -> None:
+    """Be killed before or after one of these calls, after that many of them."""
+    left = calls
+    lock = threading.Lock()
+
+    def dying(real: Callable[..., Any], after: bool) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            with lock:
+                left -= 1
+                now = left <= 0
+            if now and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            answer = real(*args, **kwargs)
+            if now:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return answer
+
+        return call
+
+    for owner, name in where:
+        setattr(owner, name, dying(getattr(owner, name), rng.random() < 0.5))
+
+
 def hammer_chains(of: list[Geometry], capacity: int) -> int:
     """Chains of 32 pages in all pools that make ten times a capacity."""
     return 10 * capacity // (32 * sum(each.slot_bytes for each in of)) + 1

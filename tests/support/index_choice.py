@@ -22,9 +22,10 @@ ON_REDIS = "DUALPATH_INDEX" in os.environ
 embedded = pytest.mark.embedded
 
 
-def source() -> IndexSource:
-    """What a server of this test run uses."""
-    return DualPathConfig.load({}).index_source()
+def source(index: str | None = None) -> IndexSource:
+    """What a server of this test run uses, or one with that setting."""
+    extra = {} if index is None else {"index": index, "index_timeout_s": 2.0}
+    return DualPathConfig.load(extra).index_source()
 
 
 @contextmanager
