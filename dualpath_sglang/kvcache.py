@@ -21,6 +21,7 @@ from dualpath_sglang.index.source import EmbeddedSource, IndexSource
 from dualpath_sglang.node import Node, Reporter
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.promises import Promises
+from dualpath_sglang.read_queue import ReadQueue
 from dualpath_sglang.reader import ReadBatch, Reader
 from dualpath_sglang.stats import CacheStats, Counters
 from dualpath_sglang.upkeep import Upkeep
@@ -94,6 +95,8 @@ class KVCache:
         self._reporter = None if node is None else Reporter(node)
         self._space = Space(options)
         self._counters = Counters()
+        self.read_queue = ReadQueue()
+        """What is to be read; whoever reads by himself counts here too."""
         self._pools: dict[str, Pool] = {}
         self._lock = threading.Lock()
         self._promises = Promises()
@@ -299,7 +302,7 @@ class KVCache:
         assert len(keys) == len(pieces)
         deadline = _deadline(timeout_s, self.options.read_timeout_s)
         batch = ReadBatch(keys, pieces, deadline, layers)
-        with self._index_or_none() as index:
+        with batch.queued(pool.geometry, self.read_queue), self._index_or_none() as index:
             if index is not None:
                 self._reader.read(pool, index, batch)
         if not batch.answered:
@@ -476,6 +479,8 @@ class KVCache:
             "capacity_bytes": stats.capacity_bytes,
             "used_bytes": stats.used_bytes,
             "pending_blocks": self._writer.pending,
+            "read_queue_bytes": self.read_queue.bytes,
+            "read_queue_tokens": self.read_queue.tokens,
             "segments": sum(len(pool.store.slots.owned()) for pool in self._attached()),
         }
 

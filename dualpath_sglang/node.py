@@ -28,6 +28,7 @@ class Node:
     role: str
     rank: int = 0
     host: str = field(default_factory=socket.gethostname)
+    address: str = field(default_factory=lambda: own_address())
     pid: int = field(default_factory=os.getpid)
     began: float = field(default_factory=time.time)
     version: str = field(default_factory=lambda: installed_version())
@@ -43,6 +44,7 @@ class Node:
             "role": self.role,
             "rank": self.rank,
             "host": self.host,
+            "address": self.address,
             "pid": self.pid,
             "up_s": round(time.time() - self.began, 1),
             "version": self.version,
@@ -68,6 +70,14 @@ class Reporter:
             return
         self._told_at = now
         index.report(self._node.name, self._node.report(figures()), _TTL_S)
+
+
+def own_address() -> str:
+    """The address that this host's name stands for; empty when it stands for none."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
 
 
 def installed_version() -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dualpath_sglang.index import Index, IndexUnavailableError
 from dualpath_sglang.pool import Pool
+from dualpath_sglang.read_queue import ReadQueue
 from dualpath_sglang.stats import Counters
-from dualpath_storage import Pieces, Placement, ReadItem, ReadStatus, Slot, StoreOptions
+from dualpath_storage import Geometry, Pieces, Placement, ReadItem, ReadStatus, Slot, StoreOptions
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,15 @@ class ReadBatch:
 
     def __post_init__(self) -> None:
         self.statuses = [ReadStatus.ABSENT] * len(self.keys)
+
+    def queued(
+        self, geometry: Geometry, queue: ReadQueue
+    ) -> contextlib.AbstractContextManager[None]:
+        """Counts it in a queue while it lasts."""
+        first, end = self.layers or (0, geometry.layers)
+        count = len(self.keys)
+        size = count * (end - first) * geometry.layer_bytes
+        return queue.holding(size, count * geometry.page_tokens)
 
 
 class Reader:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from dualpath_sglang.audit import examine
 from dualpath_sglang.cli.shared import (
@@ -41,6 +44,12 @@ _SHOWN_KEYS = 10
 
 @plain
 def status(
+    watch: Annotated[
+        float | None,
+        typer.Option(
+            "--watch", "-w", min=0.1, metavar="SECONDS", help="Again and again, until Ctrl-C."
+        ),
+    ] = None,
     root: Root = None,
     config_file: ConfigFile = None,
     as_json: Json = False,
@@ -48,10 +57,21 @@ def status(
 ) -> None:
     """Show what is in the store: space, index, blocks by model and pool, and who writes."""
     with opened(configuration(root, config_file), write=False, verbose=verbose) as cache:
-        found = _status(cache)
-    if as_json:
-        print_json(found)
-        return
+        while True:
+            found = _status(cache)
+            if watch is not None and sys.stdout.isatty():
+                Console().clear()
+            if as_json:
+                print_json(found)
+            else:
+                _print_status(found)
+            if watch is None:
+                return
+            sys.stdout.flush()
+            time.sleep(watch)
+
+
+def _print_status(found: dict[str, Any]) -> None:
     space, index = found["space"], found["index"]
     used = space["used_bytes"] / max(1, space["capacity_bytes"])
     print_line(f"store     {found['root']}")
@@ -78,14 +98,16 @@ def status(
 def _print_nodes(nodes: dict[str, Any]) -> None:
     if not nodes:
         return
-    numbers = ("rank", "up", "segments", "pending", "version")
-    table = new_table("node", "role", *numbers, numbers=numbers)
+    numbers = ("rank", "up", "to read", "segments", "pending", "version")
+    table = new_table("node", "address", "role", *numbers, numbers=numbers)
     for node in nodes.values():
         table.add_row(
             f"{node['host']}:{node['pid']}",
+            node["address"],
             node["role"],
             str(node["rank"]),
             f"{node['up_s']:,.0f} s",
+            f"{size(node['read_queue_bytes'])}, {node['read_queue_tokens']:,} tokens",
             f"{node['segments']:,}",
             f"{node['pending_blocks']:,}",
             node["version"],

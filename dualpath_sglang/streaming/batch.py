@@ -106,6 +106,12 @@ class Request:
         return self.outcome is None
 
     @property
+    def tokens(self) -> int:
+        """Tokens of its longest chain of pages."""
+        pages = ((len(p.load.keys), p.load.pool.geometry.page_tokens) for p in self.parts)
+        return max((count * tokens for count, tokens in pages), default=0)
+
+    @property
     def blocks(self) -> int:
         """Blocks that were asked for."""
         return sum(len(part.load.keys) for part in self.parts)

@@ -72,7 +72,6 @@ class LayerStreamer:
         self._probe = Probe(cache, self.options, self._inbox.put, self._pipeline.meter)
         self._batches: list[Batch] = []
         self._turns = Turns()
-        self._queued_bytes = 0
         self._closed = False
         self._start_lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="dualpath-stream", daemon=True)
@@ -138,7 +137,7 @@ class LayerStreamer:
     def forecast(self) -> Forecast:
         """What a load would take now; from memory."""
         rate = self._pipeline.meter.rate(time.monotonic())
-        return Forecast(rate, self._queued_bytes, self._pipeline.stalled)
+        return Forecast(rate, self._cache.read_queue.bytes, self._pipeline.stalled)
 
     def stats(self) -> StreamStats:
         """Counters since the start, and what is under way."""
@@ -147,7 +146,7 @@ class LayerStreamer:
         stats.staging_bytes = staging.total_bytes
         stats.staging_used_bytes = staging.used_bytes
         stats.staging_peak_bytes = staging.peak_bytes
-        stats.queued_bytes = self._queued_bytes
+        stats.queued_bytes = self._cache.read_queue.bytes
         stats.in_flight_reads = self._pipeline.in_flight
         stats.io_bytes = self._probe.io_bytes
         return stats
@@ -216,7 +215,8 @@ class LayerStreamer:
         self._batches.append(batch)
         self._stats.loads += 1
         self._stats.requests += len(batch.requests)
-        self._queued_bytes += sum(request.queued_bytes for request in batch.requests)
+        for request in batch.requests:
+            self._cache.read_queue.add(request.queued_bytes, request.tokens)
         if self._pipeline.stalled:
             self._end_live(batch, Outcome.TIMEOUT, reason="stalled")
             return
@@ -322,7 +322,7 @@ class LayerStreamer:
             landed = part.target.land(staged)
             batch.note_fences(part, read.first_layer, landed)
             size = batch.landed(part, end - begin, read.first_layer, read.end_layer)
-            self._queued_bytes -= size
+            self._cache.read_queue.add(-size)
             self._stats.read_bytes += size
             if read.attempt:
                 self._stats.repaired_blocks += end - begin
@@ -362,7 +362,7 @@ class LayerStreamer:
         """A request has its result; nothing of it lands any more. Then :meth:`_advance`."""
         load = batch.load
         seconds = time.monotonic() - load.began
-        self._queued_bytes -= request.queued_bytes
+        self._cache.read_queue.add(-request.queued_bytes, -request.tokens)
         batch.take_out(request, outcome)
         self._pipeline.abandon(request, late=outcome is Outcome.TIMEOUT)
         load.settle(

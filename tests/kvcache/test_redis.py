@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -195,6 +197,42 @@ def test_nodes_tell_each_other_who_they_are(
         assert found["geometries"][0]["blocks"] == 12
         table = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert f"{socket.gethostname()}:{os.getpid()}" in table.stdout
+        with subprocess.Popen(
+            [*command, "--watch", "0.2"], env=environment, stdout=subprocess.PIPE, text=True
+        ) as live:
+            assert live.stdout is not None
+            seen = 0
+            for line in live.stdout:
+                seen += line.startswith("blocks    12")
+                if seen == 2:
+                    write(cache.attach(of), cache, chain("more", 3))
+                if line.startswith("blocks    15"):
+                    break
+            live.send_signal(signal.SIGINT)
+            assert live.wait(30) == 130
+
+
+def test_a_node_tells_what_it_is_about_to_read(
+    node: Callable[..., KVCache], of: Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = node()
+    pool = cache.attach(of)
+    write(pool, cache, KEYS)
+    seen: list[tuple[int, int]] = []
+    real = RedisIndex.lookup
+
+    def lookup(index: RedisIndex, geometry: Geometry, keys: Sequence[bytes]) -> list[Any]:
+        seen.append((cache.read_queue.bytes, cache.read_queue.tokens))
+        return real(index, geometry, keys)
+
+    monkeypatch.setattr(RedisIndex, "lookup", lookup)
+    read(pool, cache, KEYS)
+    read(pool, cache, KEYS[:4], (1, 2))
+    assert seen == [
+        (12 * of.block_bytes, 12 * of.page_tokens),
+        (4 * of.layer_bytes, 4 * of.page_tokens),
+    ]
+    assert (cache.read_queue.bytes, cache.read_queue.tokens) == (0, 0)
 
 
 def test_what_was_just_found_is_not_asked_for_again(
