@@ -19,7 +19,8 @@ from dualpath_storage.notices import Notices
 logger = logging.getLogger(__name__)
 
 _CLOSE_GRACE_S = 600.0
-_RETRY_S = (1.0, 60.0)
+_RETRY_S = (1.0, 20.0)
+"""The first pause and the longest: a Redis that is back is to be in use within half a minute."""
 _AGREE_EVERY_S = 60.0
 
 

@@ -399,8 +399,8 @@ def test_what_cannot_be_opened_is_tried_more_and_more_seldom(
         keeper_.ensure()
         clock[0] += 0.5
     gaps = [b - a for a, b in itertools.pairwise(tries)]
-    assert gaps[:6] == [1, 2, 4, 8, 16, 32]
-    assert set(gaps[6:]) == {60}
+    assert gaps[:5] == [1, 2, 4, 8, 16]
+    assert set(gaps[5:]) == {20}, "within half a minute of its return"
 
 
 def test_an_index_that_is_lost_at_once_each_time_is_not_rebuilt_in_a_loop(
@@ -421,7 +421,7 @@ def test_an_index_that_is_lost_at_once_each_time_is_not_rebuilt_in_a_loop(
             if index is not None:
                 raise IndexDamagedError("again")
         clock[0] += 0.5
-    assert len(made) < 15
+    assert len(made) < 25
 
 
 def test_an_index_that_cannot_be_settled_is_used_all_the_same(

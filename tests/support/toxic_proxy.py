@@ -110,6 +110,8 @@ class ToxicProxy:
             except OSError:
                 client.close()
                 continue
+            for sock in (client, server):  # or a request in two pieces waits 40 ms for an ACK
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._open |= {client, server}
             self._start(self._pump, client, server, False)

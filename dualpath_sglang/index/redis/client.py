@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -15,6 +16,8 @@ from dualpath_sglang.index.redis.faults import UnansweredError, code_of, explain
 from dualpath_sglang.index.redis.link import Command
 from dualpath_sglang.index.redis.topology import Topology
 
+ROUND_TRIP_S = 5.0
+"""Longest wait for replies, whatever the deadline: a connection may be dead and not say so."""
 _ELSEWHERE = ("READONLY", "CLUSTERDOWN", "MASTERDOWN", "MOVED")
 
 
@@ -81,7 +84,7 @@ class Client:
         while wanted:
             commands = [_command(calls[i], whole) for i in wanted]
             try:
-                answers = node.exchange(commands, deadline)
+                answers = node.exchange(commands, min(deadline, time.monotonic() + ROUND_TRIP_S))
             except IndexUnavailableError:
                 self._topology.doubt(node)
                 raise

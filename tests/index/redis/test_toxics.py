@@ -112,6 +112,16 @@ def test_a_whole_chain_is_one_round_trip(
     assert time.monotonic() - began < 8 * proxy.latency_s + 1.0
 
 
+def test_a_long_deadline_is_not_spent_on_a_dead_connection(
+    index: RedisIndex, proxy: ToxicProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dualpath_sglang.index.redis.client.ROUND_TRIP_S", DEADLINE_S)
+    proxy.set(Toxic.SILENT)
+    new = records([key("new")], slot=1000)
+    failures = outcomes(lambda: index.publish(KV, new, FOREVER_S), 3)
+    assert all(isinstance(failure, str) for failure in failures)
+
+
 def test_no_reply_is_taken_for_that_of_another_call(index: RedisIndex, proxy: ToxicProxy) -> None:
     """One that is late must not be read by the next who uses the connection."""
     proxy.latency_s = 2 * DEADLINE_S
