@@ -52,12 +52,12 @@ def test_the_command_writes_rows(tmp_path: Path) -> None:
 def test_a_wrong_answer_and_a_failed_request_are_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lie(cache: KVCache, pool: object, keys: list[bytes]) -> int:
-        if keys[0] == chain(0, 1)[0]:
+    def lie(cache: KVCache, pool: object, keys: list[bytes]) -> list[bool]:
+        if keys[0] == chain(0, 1)[0] and len(keys) > CHAIN:
             raise RuntimeError("a failure of the test")
-        return len(keys)  # the last one was never stored
+        return [True] * len(keys)  # the last one was never stored
 
-    monkeypatch.setattr(KVCache, "prefix", lie)
+    monkeypatch.setattr(KVCache, "lookup", lie)
     row = measure("none", 0.1, tmp_path / "store", Crashes())
     assert row.failed > 0
     assert row.wrong > 0
