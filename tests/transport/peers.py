@@ -1,0 +1,158 @@
+"""A source of blocks that are what their keys say, and a fetch that notes what came."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import xxhash
+
+from dualpath_sglang.transport.base import (
+    Destination,
+    End,
+    FetchRequest,
+    Load,
+    Missing,
+    Piece,
+    Served,
+)
+
+GEOMETRY_ID = b"g" * 16
+LAYERS, LAYER_BYTES = 5, 4096
+BLOCK_BYTES = LAYERS * LAYER_BYTES
+SECRET = b"a secret of the test"
+
+
+def key(*name: object) -> bytes:
+    return hashlib.sha256(repr(name).encode()).digest()
+
+
+def keys(count: int, name: object = "k") -> list[bytes]:
+    return [key(name, i) for i in range(count)]
+
+
+def layer_block(name: bytes, layer: int, size: int = LAYER_BYTES) -> bytes:
+    """What a Layer Block holds."""
+    return hashlib.shake_128(name + bytes([layer])).digest(size)
+
+
+class Blocks:
+    """Serves any key; those in ``absent`` it has not.
+
+    Args:
+        hold: called before each piece, with its layer and first block.
+    """
+
+    def __init__(
+        self,
+        absent: Sequence[bytes] = (),
+        hold: Callable[[int, int], None] = lambda *_: None,
+        size: int = LAYER_BYTES,
+        run: int = 4,
+    ) -> None:
+        self.absent = set(absent)
+        self.hold = hold
+        self.size = size
+        self.run = run
+        self.cancelled = threading.Event()
+        self.closed = threading.Event()
+        self.requests: list[FetchRequest] = []
+        self.refuse: End | None = None
+
+    def load(self) -> Load:
+        return Load(12345, 678)
+
+    def serve(self, request: FetchRequest) -> contextlib.AbstractContextManager[Served] | End:
+        self.requests.append(request)
+        if self.refuse is not None:
+            return self.refuse
+        if request.geometry_id != GEOMETRY_ID:
+            return End.UNKNOWN
+        return self._serving(request)
+
+    @contextlib.contextmanager
+    def _serving(self, request: FetchRequest) -> Iterator[Served]:
+        try:
+            yield _Answer(self, request)
+        finally:
+            self.closed.set()
+
+
+@dataclass
+class _Answer:
+    blocks: Blocks
+    request: FetchRequest
+
+    def __iter__(self) -> Iterator[Piece | Missing]:
+        source, request = self.blocks, self.request
+        missing = [i for i, name in enumerate(request.keys) if name in source.absent]
+        if missing:
+            yield Missing(missing)
+        for layer in range(request.first_layer, request.end_layer):
+            for first in range(0, len(request.keys), source.run):
+                there = [
+                    (i, layer_block(request.keys[i], layer, source.size))
+                    for i in range(first, min(first + source.run, len(request.keys)))
+                    if i not in missing
+                ]
+                for i, data in there:
+                    source.hold(layer, i)
+                    yield Piece(layer, i, [xxhash.xxh3_64_intdigest(data)], [memoryview(data)])
+
+    def cancel(self) -> None:
+        self.blocks.cancelled.set()
+
+
+@dataclass
+class Fetched:
+    """What came of a fetch."""
+
+    request: FetchRequest
+    destination: Destination
+    layers: list[int] = field(default_factory=list)
+    got: dict[tuple[int, int], int] = field(default_factory=dict)
+    lacking: set[int] = field(default_factory=set)
+    ends: list[End] = field(default_factory=list)
+    load: Load | None = None
+    on_landed: Callable[[int, int], None] = lambda *_: None
+
+    def landed(self, layer: int, first: int, checksums: Sequence[int]) -> None:
+        assert not self.ends
+        self.layers.append(layer)
+        for i, checksum in enumerate(checksums, first):
+            self.got[layer, i] = checksum
+        self.on_landed(layer, first)
+
+    def missing(self, blocks: Sequence[int]) -> None:
+        self.lacking.update(blocks)
+
+    def ended(self, end: End, load: Load | None) -> None:
+        self.ends.append(end)
+        self.load = load
+
+    def wrong(self) -> list[tuple[int, int]]:
+        """Layer Blocks that landed with other bytes than their keys say, or another checksum."""
+        found = []
+        for (layer, i), checksum in self.got.items():
+            (view,) = self.destination.views(layer - self.request.first_layer, i, 1)
+            data = layer_block(self.request.keys[i], layer, self.destination.layer_bytes)
+            if view != data or checksum != xxhash.xxh3_64_intdigest(data):
+                found.append((layer, i))
+        return found
+
+
+def request_of(
+    names: Sequence[bytes], first: int = 0, end: int = LAYERS, timeout_s: float = 20.0
+) -> FetchRequest:
+    return FetchRequest(GEOMETRY_ID, names, first, end, timeout_s)
+
+
+def place_for(request: FetchRequest, *, by_layer: bool = True) -> Fetched:
+    """A fetch and new memory for it."""
+    layers, blocks = request.end_layer - request.first_layer, len(request.keys)
+    memory = memoryview(bytearray(layers * blocks * LAYER_BYTES))
+    make = Destination.of_layers if by_layer else Destination.of_blocks
+    return Fetched(request, make(memory, LAYER_BYTES, blocks if by_layer else layers))
