@@ -38,7 +38,7 @@ from dualpath_sglang.host_pages import HostPages, StoredPool, raw_keys
 from dualpath_sglang.identity import identify
 from dualpath_sglang.kvcache import KVCache, WriteResult
 from dualpath_sglang.metrics import Metrics
-from dualpath_sglang.node import Node
+from dualpath_sglang.node.report import Node
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.served_model import served_model
 from dualpath_sglang.shards import Rank

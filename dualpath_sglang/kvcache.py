@@ -18,7 +18,7 @@ from dualpath_sglang.evictor import Evictor
 from dualpath_sglang.index import Index, IndexMisconfiguredError, IndexUnavailableError
 from dualpath_sglang.index.keeper import IndexKeeper
 from dualpath_sglang.index.source import EmbeddedSource, IndexSource
-from dualpath_sglang.node import Node, Reporter
+from dualpath_sglang.node.report import Node, Reporter
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.promises import Promises
 from dualpath_sglang.read_queue import ReadQueue

@@ -37,7 +37,7 @@ from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.layer_counter import GRACE_S, LayerCounter
 from dualpath_sglang.lookups import Need, PrefixLookups
 from dualpath_sglang.metrics import Metrics
-from dualpath_sglang.node import Node
+from dualpath_sglang.node.report import Node
 from dualpath_sglang.offloads import STAGING_BYTES, OffloadPart, Offloads
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.request_ledger import RequestLedger

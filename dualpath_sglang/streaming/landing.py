@@ -34,12 +34,14 @@ class Staged:
         memory: block ``i`` begins at ``i * shape.stride``, see :class:`RangeShape`.
         begin: number of the first block in the target.
         count: blocks.
+        checksums: of all layers of each block, as they stand in its header.
     """
 
     memory: memoryview
     shape: RangeShape
     begin: int
     count: int
+    checksums: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, slots=True)

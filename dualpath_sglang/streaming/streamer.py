@@ -315,10 +315,12 @@ class LayerStreamer:
         assert part.target is not None and read.results is not None
         landed = DONE
         for begin, end in read.good_runs():
+            checksums = []
             for block in range(begin, end):
                 part.places[block] = read.place(block)
-                part.checksums[block] = read.results[block - read.begin].checksums
-            staged = Staged(read.memory_of(begin), read.shape, begin, end - begin)
+                part.checksums[block] = sums = read.results[block - read.begin].checksums
+                checksums.append(sums if sums is not None else ())
+            staged = Staged(read.memory_of(begin), read.shape, begin, end - begin, checksums)
             landed = part.target.land(staged)
             batch.note_fences(part, read.first_layer, landed)
             size = batch.landed(part, end - begin, read.first_layer, read.end_layer)

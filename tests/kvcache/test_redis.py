@@ -19,7 +19,7 @@ from dualpath_sglang.index.redis import RedisSettings
 from dualpath_sglang.index.redis.index import RedisIndex
 from dualpath_sglang.index.source import RedisSource
 from dualpath_sglang.kvcache import KVCache
-from dualpath_sglang.node import Node
+from dualpath_sglang.node.report import Node
 from dualpath_storage import Geometry, StoreError
 from tests.kvcache.caches import PENDING, PRESENT, STORED, killed, options, read, rescan, write
 from tests.support.blocks import chain

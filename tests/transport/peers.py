@@ -7,6 +7,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import xxhash
 
@@ -117,7 +118,8 @@ class Fetched:
     lacking: set[int] = field(default_factory=set)
     ends: list[End] = field(default_factory=list)
     load: Load | None = None
-    on_landed: Callable[[int, int], None] = lambda *_: None
+    on_landed: Callable[[int, int], object] = lambda *_: None
+    fetch: Any = None
 
     def landed(self, layer: int, first: int, checksums: Sequence[int]) -> None:
         assert not self.ends
