@@ -21,10 +21,8 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    ByteSize,
     Field,
     SecretStr,
-    TypeAdapter,
     ValidationError,
 )
 from pydantic_settings import (
@@ -37,6 +35,7 @@ from pydantic_settings import (
 
 from dualpath_sglang.index.redis.settings import IndexAddressError, RedisSettings
 from dualpath_sglang.index.source import EmbeddedSource, IndexSource, RedisSource
+from dualpath_sglang.sizes import parse_size
 from dualpath_sglang.streaming.options import StreamOptions
 from dualpath_storage.options import StoreOptions
 
@@ -65,16 +64,6 @@ class ConfigError(ValueError):
     """The configuration cannot be used; the message is one plain sentence for the operator."""
 
 
-_BYTES: TypeAdapter[ByteSize] = TypeAdapter(ByteSize)
-
-
-def _size(value: Any) -> int:
-    """Bytes from a number or a text such as ``64MiB``."""
-    if isinstance(value, bool):
-        raise ValueError("a truth value is no size")
-    return int(_BYTES.validate_python(value))
-
-
 def _share(value: Any) -> float:
     """A fraction from ``5%`` or from a number in 0..1."""
     if isinstance(value, bool):
@@ -91,7 +80,7 @@ def _capacity(value: Any) -> int | float:
         if not 0 < share <= 1:
             raise ValueError("a share lies above 0 and is at most the whole")
         return share
-    size = _size(value)
+    size = parse_size(value)
     if size < 1:
         raise ValueError("nothing can be kept in no bytes")
     return size
@@ -109,7 +98,7 @@ def _switch(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-Size = Annotated[int, BeforeValidator(_size)]
+Size = Annotated[int, BeforeValidator(parse_size)]
 Seconds = Annotated[float, Field(gt=0)]
 
 _EXPECTED = {

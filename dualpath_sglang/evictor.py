@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _RECLAIM_EVERY_S = 1.0
 _SIZES_EVERY_S = 10.0
+_WORD_S = 1.0
 
 
 class Evictable(Protocol):
@@ -66,6 +67,7 @@ class Evictor:
         self._known: dict[bytes, Geometry] = {}
         self._known_at = float("-inf")
         self._reclaim_after: dict[str, float] = {}
+        self._shrink_after = float("-inf")
         self._lock = threading.Lock()
 
     def evict(
@@ -181,14 +183,17 @@ class Evictor:
             IndexUnavailableError: the index cannot answer now.
             OSError: the root is gone.
         """
-        deadline = time.monotonic() + timeout_s
-        for namespace, excess in self._space.excess_by_namespace().items():
-            self._shrink(index, excess, namespace, deadline)
-        self._shrink(index, self._space.excess_bytes(), None, deadline)
+        began = time.monotonic()
+        if began < self._shrink_after:
+            return
+        over: list[tuple[str | None, int]] = [*self._space.excess_by_namespace().items()]
+        for namespace, excess in (*over, (None, self._space.excess_bytes())):
+            if excess > 0:
+                self._shrink(index, excess, namespace, began + timeout_s)
+        # Others give their files up some time; meanwhile each look costs as much as this one.
+        self._shrink_after = began + 10 * (time.monotonic() - began)
 
     def _shrink(self, index: Index, excess: int, namespace: str | None, deadline: float) -> None:
-        if excess <= 0:
-            return
         sizes = self._segments(namespace)
         uses = index.segment_uses()
         for name in sorted(sizes, key=lambda name: uses.get(name, 0)):
@@ -246,21 +251,23 @@ class Evictor:
                 return True
         path = segment_path(self._space.root / name[0].hex(), name[1])
         try:
-            if not index.ownership.may_take(name[0], [name[1]], _left(deadline))[0]:
+            if not index.ownership.may_take(name[0], [name[1]], _WORD_S)[0]:
                 return False
             file = self._backend.lock(path)
             if file is None:
                 return False
             try:
-                if not index.ownership.take(name[0], [name[1]], _left(deadline))[0]:
+                if not index.ownership.take(name[0], [name[1]], _WORD_S)[0]:
                     return False
                 path.unlink()
             finally:
                 file.close()
         except FileNotFoundError:  # its owner was faster
+            index.ownership.forget(name[0], [name[1]], _left(deadline))
             return True
         except OSError as error:
             logger.warning("Cannot remove segment %s: %s", path, error)
+            index.ownership.give_up(name[0], [name[1]], _WORD_S)
             return False
         index.forget_segments(name[0], [name[1]], _left(deadline))
         return True

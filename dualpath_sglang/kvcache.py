@@ -129,6 +129,7 @@ class KVCache:
             self._writer,
             self._evictor,
             self._tell,
+            serving=node is not None,
         )
 
     # -- pools ------------------------------------------------------------------------------
@@ -147,7 +148,9 @@ class KVCache:
         with self._lock:
             pool = self._pools.get(geometry.id)
             if pool is None:
-                pool = self._pools[geometry.id] = Pool(self._store(geometry), writer=writer)
+                pool = self._pools[geometry.id] = Pool(
+                    self._store(geometry), writer=writer, trusted_s=self._source.trusted_s
+                )
             pool.writer |= writer
         if writer:
             try:
@@ -362,7 +365,7 @@ class KVCache:
         batch = self._writer.batch(keys, pieces, parent, deadline)
         if pool.writer and keys:
             with self._index_or_none() as index:
-                if not self._stalled and not self._closed and self._source.owner.sure:
+                if not self._stalled and not self._closed and pool.sure:
                     self._writer.write(pool, index, batch)
         for name in WriteResult:
             field = "written" if name is WriteResult.STORED else name.value
@@ -403,6 +406,7 @@ class KVCache:
                 self._counters.removals += len(freed)
                 pool = self._pools.get(geometry.id)
                 if pool is not None:
+                    pool.keep_segments(index)
                     pool.take_back(freed)
                     pool.give_up_empty(index, timeout_s)
                 self._evictor.remove_orphans(index, geometry, time.monotonic() + timeout_s)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -10,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from dualpath_sglang.evictor import Evictor
-from dualpath_sglang.index import Freed, Index, Record
+from dualpath_sglang.index import Freed, Index, IndexUnavailableError, Record
 from dualpath_sglang.known_pages import KnownPages
 from dualpath_storage import (
     NO_PARENT,
@@ -25,6 +27,7 @@ from dualpath_storage import (
 )
 from dualpath_storage.memory import aligned
 from dualpath_storage.notices import Notices
+from dualpath_storage.segments import new_number
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,8 @@ _VERIFY_BYTES = 32 << 20
 _ADOPT_EVERY_S = 5.0
 _KEEP_EVERY_S = 5.0
 _KNOWN_S = 2.0
+_WORD_S = 1.0
+"""For a word about owners: others may wait for whoever has it to say."""
 _CLEAN_BATCH = 256
 
 
@@ -56,13 +61,16 @@ class Pool:
     Args:
         store: the segments.
         writer: whether this process may own segments and write blocks.
+        trusted_s: how long a segment that nobody else was told of is certainly this process's.
     """
 
-    def __init__(self, store: BlockStore, *, writer: bool) -> None:
+    def __init__(self, store: BlockStore, *, writer: bool, trusted_s: float = math.inf) -> None:
         self.store = store
         self.writer = writer
         self.known: KnownPages[bytes] = KnownPages(_KNOWN_S)
         self._adopted_at = self._kept_at = float("-inf")
+        self._trusted_s = trusted_s
+        self._sure_until = math.inf
         self._writing: set[bytes] = set()
         self._generations: set[int] = set()
         self._unsettled: set[int] = set()
@@ -149,16 +157,33 @@ class Pool:
         Raises:
             IndexUnavailableError: nobody can be told whose it is; there is none then.
         """
-        left_s = max(0.1, deadline - time.monotonic())
+        if not self.store.files.may_add():
+            return False
+        name, number, ownership = self.geometry.id_bytes, new_number(), index.ownership
+        began = time.monotonic()
+        if not all(ownership.keep(name, [number], _WORD_S)):
+            return False
+        self._trust(began, ownership.trusted_s)
+        if self.store.files.add(max(0.0, deadline - time.monotonic()), number):
+            return True
+        with contextlib.suppress(IndexUnavailableError):
+            ownership.forget(name, [number], _WORD_S)
+        return False
 
-        def note(number: int) -> bool:
-            return all(index.ownership.keep(self.geometry.id_bytes, [number], left_s))
+    def _trust(self, began: float, trusted_s: float) -> None:
+        """A segment is noted as this process's by a call that began then, or was made then."""
+        if not self.store.slots.owned():  # else the others were noted earlier
+            self._sure_until = began + trusted_s
 
-        return self.store.files.add(max(0.0, deadline - time.monotonic()), note)
+    @property
+    def sure(self) -> bool:
+        """Whether what this process owns is certainly still its own: else nothing is done to it."""
+        return time.monotonic() < self._sure_until or not self.store.slots.owned()
 
     def free_room(self, count: int, generation: int, deadline: float) -> list[Slot]:
         """Up to ``count`` slots that nobody has to make way for, while there is no index."""
         slots = self.store.slots.take(count, generation)
+        self._trust(time.monotonic(), self._trusted_s)
         while len(slots) < count and self.store.files.add(max(0.0, deadline - time.monotonic())):
             slots += self.store.slots.take(count - len(slots), generation)
         return slots
@@ -210,7 +235,8 @@ class Pool:
             IndexUnavailableError: the index cannot answer now.
         """
         with self._upkeep:
-            self._keep_segments(index, timeout_s)
+            if time.monotonic() - self._kept_at >= _KEEP_EVERY_S or not self.sure:
+                self.keep_segments(index)
             if self._unsettled and self._unsettled.isdisjoint(self._generations):
                 self.reconcile(index, timeout_s)
             gone = self.store.files.drop_lost()
@@ -238,13 +264,15 @@ class Pool:
             self.take_back(taken_out)
             return taken_out
 
-    def _keep_segments(self, index: Index, timeout_s: float) -> None:
-        """Renew the lease on own segments; those that others have taken over are theirs."""
+    def keep_segments(self, index: Index) -> None:
+        """Renew the lease on own segments; those that others have taken over are theirs.
+
+        Raises:
+            IndexUnavailableError: the index cannot answer now.
+        """
         owned = self.store.slots.owned()
-        if not owned or time.monotonic() - self._kept_at < _KEEP_EVERY_S:
-            return
-        self._kept_at = time.monotonic()
-        kept = index.ownership.keep(self.geometry.id_bytes, owned, timeout_s)
+        began = time.monotonic()
+        kept = index.ownership.keep(self.geometry.id_bytes, owned, _WORD_S)
         lost = [number for number, ours in zip(owned, kept, strict=True) if not ours]
         for number in lost:
             self.store.files.drop(number, unlink=False)
@@ -252,6 +280,9 @@ class Pool:
             logger.warning(
                 "%d segments of %s were taken over by another node", len(lost), self.store.directory
             )
+        if set(self.store.slots.owned()) <= set(owned):  # a new one is no older than that
+            self._sure_until = began + index.ownership.trusted_s
+        self._kept_at = began
 
     def _describe(self) -> None:
         try:
@@ -284,6 +315,7 @@ class Pool:
         Raises:
             IndexUnavailableError: the index cannot answer now.
         """
+        self.keep_segments(index)
         with self._lock:
             writing = set(self._generations)
             # The rebuild may have found what these had written, and they not have published it.
@@ -319,6 +351,9 @@ class Pool:
         Raises:
             IndexUnavailableError: the index cannot answer now; the files are gone all the same.
         """
+        if not self.store.slots.has_empty(retired=retired, keep=keep):
+            return 0
+        self.keep_segments(index)  # or it would be another's file that goes
         empty = self.store.slots.take_empty(retired=retired, keep=keep)
         for number in empty:
             self.store.files.drop(number, unlink=True)
@@ -339,7 +374,10 @@ class Pool:
         if not self.writer or (time.monotonic() - self._adopted_at < _ADOPT_EVERY_S and not now):
             return 0
         self._adopted_at = time.monotonic()
-        numbers = self._take_orphans(index, max(0.1, deadline - time.monotonic()))
+        if now:
+            there = set(self.store.files.numbers())
+            index.ownership.forget_lost(self.geometry, there, _WORD_S)
+        numbers = self._take_orphans(index)
         if not numbers:
             return 0
         try:
@@ -347,22 +385,26 @@ class Pool:
         except BaseException:
             for number in numbers:
                 self.store.files.unlock(number)
+            with contextlib.suppress(IndexUnavailableError):
+                index.ownership.give_up(self.geometry.id_bytes, numbers, _WORD_S)
             raise
         for number in numbers:
             left = [slot.slot for slot in dirty if slot.segment == number]
             self.store.files.own(number, taken[number], left)
         return len(numbers)
 
-    def _take_orphans(self, index: Index, timeout_s: float) -> list[int]:
+    def _take_orphans(self, index: Index) -> list[int]:
         """Lock the segments whose owner is gone, as far as index and locks tell."""
         name, ownership = self.geometry.id_bytes, index.ownership
         strangers = self.store.files.strangers()
-        may = ownership.may_take(name, strangers, timeout_s)
+        may = ownership.may_take(name, strangers, _WORD_S)
+        began = time.monotonic()
         locked = self.store.files.lock_orphans(
             number for number, free in zip(strangers, may, strict=True) if free
         )
         try:
-            taken = ownership.take(name, locked, timeout_s)
+            taken = ownership.take(name, locked, _WORD_S)
+            self._trust(began, ownership.trusted_s)
         except BaseException:
             taken = [False] * len(locked)
             raise

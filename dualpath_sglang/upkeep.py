@@ -28,6 +28,7 @@ class Upkeep:
         index: the index for a while, None when it cannot be used; swallows its failures.
         pools: those that are attached.
         tell: tells other nodes about this one; may raise what the index raises.
+        serving: whether this is a server.
     """
 
     def __init__(
@@ -39,6 +40,8 @@ class Upkeep:
         writer: Writer,
         evictor: Evictor,
         tell: Callable[[Index], None],
+        *,
+        serving: bool,
     ) -> None:
         self._options = options
         self._keeper = keeper
@@ -47,6 +50,7 @@ class Upkeep:
         self._writer = writer
         self._evictor = evictor
         self._tell = tell
+        self._serving = serving
         self._touches: list[tuple[bytes, tuple[bytes, ...]]] = []
         self._lock = threading.Lock()
         self.running = threading.Lock()
@@ -84,7 +88,8 @@ class Upkeep:
                         freed = pool.maintain(index, timeout_s)
                         for other in self._pools():
                             other.take_back(freed)
-                if self._writer.used:  # tools that only look have no say in the capacity
+                # Tools that only look have no say in the capacity.
+                if self._serving or self._writer.used:
                     self._evictor.shrink(index, timeout_s)
                 self._evictor.relieve(index, timeout_s)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeAlias
 
 import typer
@@ -45,7 +45,7 @@ def adopt(
     node: Annotated[
         str | None,
         typer.Argument(
-            help="The node that is gone, as `dualpath status` shows it: HOST:PROCESS, or HOST for "
+            help="The node that is gone, as this command lists it, or HOST:PROCESS, or HOST for "
             "all of a machine. Without it, list who owns segments.",
             show_default=False,
         ),
@@ -70,46 +70,55 @@ def adopt(
             "The index is a file of this machine, where locks say which writer lives: whoever "
             "needs room takes over what dead ones left, and `dualpath verify --repair` does at once"
         )
+    if node is None and free:
+        fail("Say whose segments are to be removed")
     with opened(config, write=False, verbose=verbose) as cache:
         owners = cache.index.ownership.owners(_TIMEOUT_S)
         sizes = {name: _size(cache, name) for name in owners}
     if node is None:
         _list(owners, sizes, as_json)
         return
-    chosen = {s: o for s, o in owners.items() if node in (o.name, o.node, o.node.partition(":")[0])}
-    _check(node, chosen, owners.values())
+    chosen = _chosen(node, owners)
     if free and not yes:
-        _ask(node, sum(sizes[name] for name in chosen), as_json)
+        _ask(node, sum(sizes[s] for s, owner in owners.items() if owner.name in chosen), as_json)
     with opened(config, write=True, verbose=verbose) as cache:
-        for name in sorted({owner.name for owner in chosen.values()}):
-            cache.index.ownership.vacate(name, _TIMEOUT_S)
-        found = _settle(cache, set(chosen), free=free)
+        inherited: list[_Segment] = []
+        for name in chosen:
+            # It is asked once more: it may have woken up, or others may have been faster.
+            inherited += cache.index.ownership.inherit(name, ALIVE_S, _TIMEOUT_S) or []
+        found = _settle(cache, set(inherited), free=free)
     if as_json:
         print_json({"root": str(cache.root), "node": node, **found})
         return
     print_line(
-        f"{many(len(chosen), 'segment')} of {node}: {found['adopted']:,} taken over, "
+        f"{many(len(inherited), 'segment')} of {node}: {found['adopted']:,} taken over, "
         f"{found['removed']:,} removed; {many(found['published_blocks'], 'block')} published, "
         f"{found['removed_blocks']:,} removed."
     )
     if found["locked"]:
         print_line(
-            f"{many(found['locked'], 'segment')} still locked on the mount for whoever had them: "
-            "taken over by whoever needs room once that ends."
+            f"{many(found['locked'], 'segment')} still locked on the mount: taken over by whoever "
+            "needs room once that ends."
         )
 
 
-def _check(
-    node: str, chosen: Mapping[_Segment, SegmentOwner], owners: Iterable[SegmentOwner]
-) -> None:
-    """Refuse a node that nobody knows, or that lives."""
-    if not chosen:
-        names = sorted({owner.node for owner in owners if owner.name})
+def _chosen(node: str, owners: Mapping[_Segment, SegmentOwner]) -> list[str]:
+    """The owners that are meant and gone. Refuses a node that nobody knows, or that lives."""
+    meant = {o.name: o for o in owners.values() if o.name and node in _names(o)}
+    if not meant:
+        names = sorted({owner.name for owner in owners.values() if owner.name})
         there = f"there are: {', '.join(names)}" if names else "nobody owns any"
-        fail(f"No node {node} owns segments; {there}")
-    silent_s = min(owner.silent_s for owner in chosen.values())
-    if silent_s < ALIVE_S:
+        fail(f"No node {node or '(no name)'} owns segments; {there}")
+    gone = sorted(name for name, owner in meant.items() if owner.silent_s >= ALIVE_S)
+    if not gone:
+        silent_s = min(owner.silent_s for owner in meant.values())
         fail(f"The node {node} was heard of {silent_s:.0f} s ago: it lives. Stop it first")
+    return gone
+
+
+def _names(owner: SegmentOwner) -> tuple[str, str, str]:
+    """All that an owner answers to."""
+    return owner.name, owner.node, owner.node.rpartition(":")[0]
 
 
 def _ask(node: str, taken: int, as_json: bool) -> None:
@@ -122,34 +131,39 @@ def _ask(node: str, taken: int, as_json: bool) -> None:
 
 
 def _settle(cache: KVCache, names: set[_Segment], *, free: bool) -> dict[str, int]:
-    """Take the segments over, and remove them when asked."""
+    """Settle segments that are this process's now, and remove them when asked."""
     found = dict.fromkeys(("adopted", "removed", "locked", "published_blocks", "removed_blocks"), 0)
+    index = cache.index
     for geometry in cache.geometries():
         mine = {number for name, number in names if name == geometry.id_bytes}
         if not mine:
             continue
-        before = cache.index.counts().get(geometry.id_bytes, 0)
+        before = index.counts().get(geometry.id_bytes, 0)
         pool = cache.attach(geometry)
         adopted = mine & set(pool.store.slots.owned())
-        found["published_blocks"] += cache.index.counts().get(geometry.id_bytes, 0) - before
-        if not free:
-            found["adopted"] += len(adopted)
-            found["locked"] += len(mine - adopted)
+        found["published_blocks"] += max(0, index.counts().get(geometry.id_bytes, 0) - before)
+        if free:
+            freed = index.drop_segments(geometry, mine, _TIMEOUT_S)
+            pool.take_back(freed)
+            found["removed_blocks"] += len(freed)
+            found["removed"] += pool.give_up_empty(index, _TIMEOUT_S)
+            found["removed"] += _unlink(cache, geometry, mine - adopted)
             continue
-        freed = cache.index.drop_segments(geometry, mine, _TIMEOUT_S)
-        pool.take_back(freed)
-        pool.give_up_empty(cache.index, _TIMEOUT_S)
-        _unlink(cache, geometry, mine - adopted)
-        found["removed"] += len(mine)
-        found["removed_blocks"] += len(freed)
+        found["adopted"] += len(adopted)
+        found["locked"] += len(mine - adopted)
+        index.ownership.give_up(geometry.id_bytes, sorted(mine - adopted), _TIMEOUT_S)
     return found
 
 
-def _unlink(cache: KVCache, geometry: Geometry, numbers: set[int]) -> None:
-    """Remove files that a lock of the gone node still holds; should it live, it notices."""
+def _unlink(cache: KVCache, geometry: Geometry, numbers: set[int]) -> int:
+    """Remove files that a lock of the gone node still holds; how many."""
+    removed = 0
     for number in numbers:
-        segment_path(cache.root / geometry.id, number).unlink(missing_ok=True)
+        path = segment_path(cache.root / geometry.id, number)
+        removed += path.exists()
+        path.unlink(missing_ok=True)
     cache.index.forget_segments(geometry.id_bytes, numbers, _TIMEOUT_S)
+    return removed
 
 
 def _list(
@@ -159,14 +173,14 @@ def _list(
     for segment, owner in owners.items():
         row = rows.setdefault(
             owner.name,
-            {"node": owner.node, "segments": 0, "bytes": 0, "silent_s": owner.silent_s},
+            {"node": owner.name, "segments": 0, "bytes": 0, "silent_s": owner.silent_s},
         )
         row["segments"] += 1
         row["bytes"] += sizes[segment]
     if as_json:
         for row in rows.values():
             row["silent_s"] = _finite(row["silent_s"])
-        print_json([rows[name] for name in sorted(rows)])
+        print_json({"owners": [rows[name] for name in sorted(rows)]})
         return
     table = new_table("node", "segments", "bytes", "heard of", numbers=("segments", "bytes"))
     for name in sorted(rows):

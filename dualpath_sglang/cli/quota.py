@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from dualpath_sglang.cli.shared import (
     ConfigFile,
@@ -23,10 +22,9 @@ from dualpath_sglang.cli.shared import (
     store_root,
 )
 from dualpath_sglang.config import DualPathConfig
+from dualpath_sglang.sizes import parse_size
 from dualpath_storage import Space, StoreOptions
 from dualpath_storage.quotas import read_quotas, set_quota
-
-_BYTES: TypeAdapter[ByteSize] = TypeAdapter(ByteSize)
 
 
 @plain
@@ -71,8 +69,8 @@ def _bytes(text: str) -> int | None:
     if text.lower() == "none":
         return None
     try:
-        return int(_BYTES.validate_python(text))
-    except ValidationError:
+        return parse_size(text)
+    except ValueError:
         fail(f'A quota is a size such as "100GiB", a number of bytes, or "none", unlike {text!r}')
 
 

@@ -144,9 +144,9 @@ def opened(config: DualPathConfig, *, write: bool, verbose: bool) -> Iterator[KV
         yield cache
 
 
-def print_json(value: Any) -> None:
-    """One object, as it is."""
-    typer.echo(json.dumps(value, indent=1))
+def print_json(value: Any, *, line: bool = False) -> None:
+    """One object, as it is; on one line when many follow each other."""
+    typer.echo(json.dumps(value, indent=None if line else 1))
 
 
 def print_line(text: str) -> None:
@@ -156,9 +156,8 @@ def print_line(text: str) -> None:
 
 def print_table(table: Table) -> None:
     """A table as wide as the terminal, or as it needs when there is none."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=400)
+    width = None if Console().is_terminal else 400
+    console = Console(highlight=False, markup=False, emoji=False, width=width)  # names are names
     console.print(table)
 
 

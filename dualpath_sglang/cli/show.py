@@ -47,7 +47,12 @@ def status(
     watch: Annotated[
         float | None,
         typer.Option(
-            "--watch", "-w", min=0.1, metavar="SECONDS", help="Again and again, until Ctrl-C."
+            "--watch",
+            "-w",
+            min=0.1,
+            max=86400,
+            metavar="SECONDS",
+            help="Again and again, until Ctrl-C.",
         ),
     ] = None,
     root: Root = None,
@@ -62,7 +67,7 @@ def status(
             if watch is not None and sys.stdout.isatty():
                 Console().clear()
             if as_json:
-                print_json(found)
+                print_json(found, line=watch is not None)
             else:
                 _print_status(found)
             if watch is None:
@@ -100,16 +105,17 @@ def _print_nodes(nodes: dict[str, Any]) -> None:
         return
     numbers = ("rank", "up", "to read", "segments", "pending", "version")
     table = new_table("node", "address", "role", *numbers, numbers=numbers)
-    for node in nodes.values():
+    for node in nodes.values():  # another version may tell less
+        queued = size(node.get("read_queue_bytes", 0))
         table.add_row(
             f"{node['host']}:{node['pid']}",
-            node["address"],
+            node.get("address", ""),
             node["role"],
             str(node["rank"]),
             f"{node['up_s']:,.0f} s",
-            f"{size(node['read_queue_bytes'])}, {node['read_queue_tokens']:,} tokens",
-            f"{node['segments']:,}",
-            f"{node['pending_blocks']:,}",
+            f"{queued}, {node.get('read_queue_tokens', 0):,} tokens",
+            f"{node.get('segments', 0):,}",
+            f"{node.get('pending_blocks', 0):,}",
             node["version"],
         )
     print_table(table)

@@ -7,16 +7,17 @@ as it lives, and writes no more when it could not for too long.
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import math
 import os
 import secrets
 import socket
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+from dualpath_storage import Geometry
 
 LEASE_S = 600.0
 """An owner that was not heard of for so long is gone."""
@@ -24,44 +25,41 @@ MARGIN_S = 60.0
 """It stops writing so long before; no single write takes longer."""
 
 
-@functools.cache
-def machine_id() -> bytes:
-    """16 bytes that name this boot of this machine, whose processes see each other's locks.
+def machine_id(root: Path) -> bytes:
+    """16 bytes for this boot of this machine and this mount, whose users see each other's locks.
 
     Random, so like no other's, where the system does not tell.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+        mount = str(root.stat().st_dev).encode()
     except OSError:
-        boot = secrets.token_bytes(16)
-    return hashlib.sha256(boot).digest()[:16]
+        return secrets.token_bytes(16)
+    return hashlib.sha256(boot + b" " + mount).digest()[:16]
 
 
+@dataclass(frozen=True, slots=True)
 class Owner:
     """This process, as an owner of segments.
 
     Args:
         machine: see :func:`machine_id`.
+        name: host, process and a random word.
         lease_s: how long others wait for a word from it.
     """
 
-    def __init__(self, machine: bytes | None = None, lease_s: float = LEASE_S) -> None:
-        self.name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
-        self.machine = machine_id() if machine is None else machine
-        self.lease_s = lease_s
-        self._renewed_at: float | None = None
-
-    def renewed(self, at: float) -> None:
-        """The lease was renewed by a call that began ``at`` (monotonic seconds)."""
-        self._renewed_at = at
+    machine: bytes
+    name: str = field(default_factory=lambda: _new_name())
+    lease_s: float = LEASE_S
 
     @property
-    def sure(self) -> bool:
-        """Whether nobody can have taken over what this process owns. True without any lease."""
-        if self._renewed_at is None:
-            return True
-        margin_s = min(MARGIN_S, self.lease_s / 2)
-        return time.monotonic() - self._renewed_at < self.lease_s - margin_s
+    def trusted_s(self) -> float:
+        """For so long after it was renewed the lease is certainly this process's."""
+        return self.lease_s - min(MARGIN_S, self.lease_s / 2)
+
+
+def _new_name() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +83,9 @@ class SegmentOwner:
 class Ownership(Protocol):
     """What an index knows of owners. All methods may raise :class:`IndexUnavailableError`."""
 
+    trusted_s: float
+    """How long after :meth:`keep` nobody can have taken over what was kept."""
+
     def keep(self, geometry_id: bytes, segments: Sequence[int], timeout_s: float) -> list[bool]:
         """Say that this process lives and owns these; False for what others have taken over."""
         ...
@@ -105,17 +106,29 @@ class Ownership(Protocol):
         """Their files are gone."""
         ...
 
+    def forget_lost(self, geometry: Geometry, there: set[int], timeout_s: float) -> None:
+        """Forget segments of a geometry whose files are not there, of owners who are gone."""
+        ...
+
     def owners(self, timeout_s: float) -> Mapping[tuple[bytes, int], SegmentOwner]:
         """Whom each segment belongs to, by geometry id and number; without those not noted."""
         ...
 
-    def vacate(self, name: str, timeout_s: float) -> int:
-        """Have an owner that is gone for good own nothing; how many segments it had."""
+    def inherit(
+        self, name: str, silent_s: float, timeout_s: float
+    ) -> list[tuple[bytes, int]] | None:
+        """Own all that an owner has who is gone for good.
+
+        Returns:
+            Those segments; None when it was heard of within the last ``silent_s`` seconds.
+        """
         ...
 
 
 class FileLocks:
     """Ownership on one machine: the lock of a segment's file says it all."""
+
+    trusted_s = math.inf
 
     def keep(self, geometry_id: bytes, segments: Sequence[int], timeout_s: float) -> list[bool]:
         del geometry_id, timeout_s
@@ -129,10 +142,15 @@ class FileLocks:
     def forget(self, geometry_id: bytes, segments: Sequence[int], timeout_s: float) -> None:
         """Nothing was noted."""
 
+    def forget_lost(self, geometry: Geometry, there: set[int], timeout_s: float) -> None:
+        """Nothing was noted."""
+
     def owners(self, timeout_s: float) -> Mapping[tuple[bytes, int], SegmentOwner]:
         del timeout_s
         return {}
 
-    def vacate(self, name: str, timeout_s: float) -> int:
-        del name, timeout_s
-        return 0
+    def inherit(
+        self, name: str, silent_s: float, timeout_s: float
+    ) -> list[tuple[bytes, int]] | None:
+        del name, silent_s, timeout_s
+        return []

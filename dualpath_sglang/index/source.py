@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import socket
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from dualpath_sglang.index.base import Index, IndexDamagedError, IndexUnavailableError
-from dualpath_sglang.index.owners import Owner
+from dualpath_sglang.index.owners import Owner, machine_id
 from dualpath_sglang.index.recovery import INDEX_FILE, Stores, fill, open_index, rebuild
 from dualpath_storage.locks import file_lock
 
@@ -31,8 +32,8 @@ class IndexSource(Protocol):
     """One kind of index, for any store."""
 
     @property
-    def owner(self) -> Owner:
-        """This process, as an owner of segments."""
+    def trusted_s(self) -> float:
+        """How long a segment that was made without a word to others is certainly ours."""
         ...
 
     def open(self, root: Path, stores: Stores, *, read_only: bool, timeout_s: float) -> Index:
@@ -63,8 +64,7 @@ class IndexSource(Protocol):
 class EmbeddedSource:
     """A file beside the store."""
 
-    def __init__(self) -> None:
-        self.owner = Owner()
+    trusted_s = math.inf
 
     def open(self, root: Path, stores: Stores, *, read_only: bool, timeout_s: float) -> Index:
         return open_index(root, stores, read_only=read_only, timeout_s=timeout_s)
@@ -88,7 +88,8 @@ class RedisSource:
 
     def __init__(self, settings: RedisSettings, lookup_timeout_s: float = 0.005) -> None:
         self.settings = settings
-        self.owner = Owner()
+        self.owner: Owner | None = None
+        """This process, as an owner of segments; made when a store is opened."""
         self._lookup_timeout_s = lookup_timeout_s
 
     def open(self, root: Path, stores: Stores, *, read_only: bool, timeout_s: float) -> Index:
@@ -101,6 +102,10 @@ class RedisSource:
             index.close()
             raise
         return index
+
+    @property
+    def trusted_s(self) -> float:
+        return Owner(b"").trusted_s if self.owner is None else self.owner.trusted_s
 
     def rebuild(self, root: Path, stores: Stores, *, timeout_s: float) -> int:
         end = time.monotonic() + timeout_s
@@ -126,6 +131,8 @@ class RedisSource:
         from dualpath_sglang.index.redis import open_redis_index, store_id
 
         store = store_id(root, create=not read_only)
+        if self.owner is None:
+            self.owner = Owner(machine_id(root))
 
         def watch() -> None:
             try:

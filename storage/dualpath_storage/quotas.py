@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 QUOTAS_FILE = "quotas.json"
 _LOOK_EVERY_S = 1.0
 _LOCK_S = 10.0
+_MOST_BYTES = 1 << 20
 
 
 def read_quotas(root: Path) -> dict[str, int]:
@@ -30,14 +32,24 @@ def read_quotas(root: Path) -> dict[str, int]:
     """
     path = root / QUOTAS_FILE
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(_text(path))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StoreError(f"The quotas in {path} cannot be read: {error}.") from error
     if not isinstance(found, dict) or not all(type(n) is int and n >= 0 for n in found.values()):
         raise StoreError(f"The quotas in {path} must be numbers of bytes by namespace.")
     return found
+
+
+def _text(path: Path) -> str:
+    """A file's text; nothing else is opened, for that might never end."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(fd) as file:
+        facts = os.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size > _MOST_BYTES:
+            raise ValueError("it is no file of a sensible size")
+        return file.read()
 
 
 def set_quota(root: Path, namespace: str, size: int | None) -> None:
@@ -50,6 +62,8 @@ def set_quota(root: Path, namespace: str, size: int | None) -> None:
     with file_lock(root / ".quotas", _LOCK_S) as held:
         if not held:
             raise StoreError(f"Another process is changing the quotas of {root}.")
+        if not namespace:
+            raise StoreError("A namespace has a name.")
         quotas = read_quotas(root)
         quotas.pop(namespace, None)
         if size is not None:
@@ -77,6 +91,7 @@ class Quotas:
         self._notices = Notices(logger)
         self._looked_at = float("-inf")
         self._seen: tuple[int, int] | None = None
+        self._known = False
         self._quotas: dict[str, int] = {}
 
     def all(self) -> Mapping[str, int]:
@@ -89,8 +104,8 @@ class Quotas:
 
     def _look(self) -> None:
         try:
-            stat = (self._root / QUOTAS_FILE).stat()
-            seen = (stat.st_ino, stat.st_mtime_ns)
+            facts = (self._root / QUOTAS_FILE).stat()
+            seen = (facts.st_ino, facts.st_mtime_ns)
         except OSError:
             seen = None
         if seen == self._seen:
@@ -98,5 +113,7 @@ class Quotas:
         try:
             self._quotas = read_quotas(self._root)
             self._seen = seen
+            self._known = True
         except StoreError as error:
-            self._notices.warn("%s What was read before still counts", error)
+            what = "what was read before counts" if self._known else "NO quota counts"
+            self._notices.warn("%s Until they can, %s", error, what)

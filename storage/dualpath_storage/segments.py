@@ -17,7 +17,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from dualpath_storage.backends import Backend, SegmentFile
@@ -30,6 +30,11 @@ from dualpath_storage.space import Space
 logger = logging.getLogger(__name__)
 
 _CLOSE_GRACE_S = 120.0
+
+
+def new_number() -> int:
+    """A number that no other segment has."""
+    return secrets.randbits(32)
 
 
 class Segments:
@@ -68,22 +73,27 @@ class Segments:
             temporary.write_text(text)
             temporary.replace(path)
 
-    def add(self, timeout_s: float, note: Callable[[int], bool] = lambda _: True) -> bool:
+    def may_add(self) -> bool:
+        """Whether capacity and file system allow one more segment, as far as is known now."""
+        try:
+            size = self._space.segment_bytes(self.geometry)
+            return self._space.fits(size, self.geometry.namespace)
+        except OSError:
+            return False
+
+    def add(self, timeout_s: float, number: int | None = None) -> bool:
         """Create one more segment if capacity and file system allow it; says whether it did.
 
         Args:
-            note: told the number before the file is made, for others to know whose it is; the
-                segment is not made when it says no.
+            number: its number; random by default.
         """
+        number = new_number() if number is None else number
         try:
             size = self._space.segment_bytes(self.geometry)
             with self._space.reserved(timeout_s) as held:
                 if not held or not self._space.fits(size, self.geometry.namespace):
                     return False
                 self.create_directory()
-                number = secrets.randbits(32)
-                if not note(number):
-                    return False
                 file = self._backend.create(segment_path(self.directory, number), size)
         except OSError as error:
             self._notices.warn("Cannot create a segment in %s: %s", self.directory, error)

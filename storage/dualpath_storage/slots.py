@@ -166,6 +166,18 @@ class SlotTable:
         with self._lock:
             return [n for n, t in self._segments.items() if t.retired]
 
+    def has_empty(self, *, retired: bool, keep: int = 0) -> bool:
+        """Whether :meth:`take_empty` would return any."""
+        with self._lock:
+            return len(self._empty(retired)) > keep
+
+    def _empty(self, retired: bool) -> list[int]:
+        return [
+            number
+            for number, table in self._segments.items()
+            if table.free == len(table.state) and (table.retired or not retired)
+        ]
+
     def take_empty(self, *, retired: bool, keep: int = 0) -> list[int]:
         """Drop and return segments in which every slot is free.
 
@@ -174,11 +186,7 @@ class SlotTable:
             keep: leave this many.
         """
         with self._lock:
-            empty = [
-                n
-                for n, t in self._segments.items()
-                if t.free == len(t.state) and (t.retired or not retired)
-            ][keep:]
+            empty = self._empty(retired)[keep:]
             for number in empty:
                 del self._segments[number]
             return empty

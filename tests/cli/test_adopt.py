@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,14 +38,13 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def node(server: RedisServer, root: Path) -> Iterator[Callable[[str], KVCache]]:
-    """`node(machine)`: a cache on another machine."""
+def node(server: RedisServer, root: Path) -> Iterator[Callable[..., KVCache]]:
+    """`node(host, start)`: a cache on another machine."""
     caches: list[KVCache] = []
 
-    def make(machine: str) -> KVCache:
+    def make(host: str, start: str = "abcd") -> KVCache:
         source = RedisSource(RedisSettings.parse(server.url), lookup_timeout_s=5.0)
-        source.owner = Owner(machine.encode().ljust(16))
-        source.owner.name = f"{machine}:77:abcd"
+        source.owner = Owner(f"{host} {start}".encode().ljust(16), f"{host}:77:{start}")
         caches.append(KVCache(options(root), index=source))
         return caches[-1]
 
@@ -82,7 +82,7 @@ def gone(server: RedisServer) -> None:
                 admin.hset(alive, owner, long_ago.to_bytes(8, "big"))
 
 
-def test_owners_are_listed(node: Callable[[str], KVCache], dualpath: Run) -> None:
+def test_owners_are_listed(node: Callable[..., KVCache], dualpath: Run) -> None:
     a, b = node("one"), node("two")
     for cache, name in ((a, "a"), (b, "b")):
         assert write(cache.attach(OF), cache, chain(name, 3)) == [STORED] * 3
@@ -91,14 +91,14 @@ def test_owners_are_listed(node: Callable[[str], KVCache], dualpath: Run) -> Non
     assert shown.returncode == 0, shown.stderr
     assert "one:77" in shown.stdout
     assert "nobody" in shown.stdout
-    rows = json.loads(dualpath("--json").stdout)
-    assert [row["node"] for row in rows] == ["", "one:77"]
+    rows = json.loads(dualpath("--json").stdout)["owners"]
+    assert [row["node"] for row in rows] == ["", "one:77:abcd"]
     assert [row["segments"] for row in rows] == [1, 1]
     assert rows[0]["silent_s"] is None
     assert 0 <= rows[1]["silent_s"] < 30
 
 
-def test_a_node_that_lives_is_left_alone(node: Callable[[str], KVCache], dualpath: Run) -> None:
+def test_a_node_that_lives_is_left_alone(node: Callable[..., KVCache], dualpath: Run) -> None:
     a = node("one")
     write(a.attach(OF), a, KEYS)
     for how in ((), ("--free", "--yes")):
@@ -107,12 +107,12 @@ def test_a_node_that_lives_is_left_alone(node: Callable[[str], KVCache], dualpat
         assert "it lives" in refused.stderr
     unknown = dualpath("two")
     assert unknown.returncode == 2
-    assert "there are: one:77" in unknown.stderr
+    assert "there are: one:77:abcd" in unknown.stderr
     assert read(a.attach(OF), a, KEYS) == [True] * 12
 
 
 def test_a_node_that_is_gone_leaves_its_blocks(
-    node: Callable[[str], KVCache], dualpath: Run, server: RedisServer
+    node: Callable[..., KVCache], dualpath: Run, server: RedisServer
 ) -> None:
     a, b = node("one"), node("two")
     pool = a.attach(OF)
@@ -143,7 +143,7 @@ def test_a_node_that_is_gone_leaves_its_blocks(
 
 
 def test_its_blocks_can_be_removed_with_it(
-    node: Callable[[str], KVCache], dualpath: Run, server: RedisServer, root: Path
+    node: Callable[..., KVCache], dualpath: Run, server: RedisServer, root: Path
 ) -> None:
     a, b = node("one"), node("two")
     write(a.attach(OF), a, KEYS)
@@ -165,7 +165,7 @@ def test_its_blocks_can_be_removed_with_it(
 
 
 def test_files_that_stay_locked_are_said_to_be(
-    node: Callable[[str], KVCache], dualpath: Run, server: RedisServer, root: Path
+    node: Callable[..., KVCache], dualpath: Run, server: RedisServer, root: Path
 ) -> None:
     """As by a mount that has not yet noticed that the machine is gone."""
     a = node("one")
@@ -176,7 +176,8 @@ def test_files_that_stay_locked_are_said_to_be(
     assert done.returncode == 0, done.stderr
     assert "1 segment still locked" in done.stdout
     assert read(a.attach(OF), a, KEYS) == [True] * 12
-    assert [row["node"] for row in json.loads(dualpath("--json").stdout)] == [""]
+    rows = json.loads(dualpath("--json").stdout)["owners"]
+    assert [row["node"] for row in rows] == [""]
 
 
 def test_a_store_of_one_machine_needs_none(root: Path) -> None:
@@ -191,3 +192,57 @@ def test_a_store_of_one_machine_needs_none(root: Path) -> None:
     )
     assert shown.returncode == 2
     assert "locks say which writer lives" in shown.stderr
+
+
+def test_no_name_is_nobodys_name(node: Callable[..., KVCache], dualpath: Run, root: Path) -> None:
+    a = node("one")
+    write(a.attach(OF), a, KEYS)
+    a.close()
+    for arguments in (("", "--free", "--yes"), ("--free", "--yes"), ("one:", "--free", "--yes")):
+        assert dualpath(*arguments).returncode == 2, arguments
+    assert len(list(root.glob("*/seg-*"))) == 1
+
+
+def test_of_two_that_bear_one_name_the_dead_one_is_meant(
+    node: Callable[..., KVCache], dualpath: Run, server: RedisServer
+) -> None:
+    """As in containers, where every server is process 1."""
+    dead, other = node("one"), node("two")
+    write(dead.attach(OF), dead, KEYS)
+    write(other.attach(OF), other, chain("b", 3))
+    killed(dead)
+    gone(server)
+    living = node("one", "ef01")
+    write(living.attach(OF), living, chain("living", 3))
+    done = dualpath("one:77", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [owner.name for owner in other.index.ownership.owners(5.0).values()].count("") == 1
+    assert read(other.attach(OF), other, [*KEYS, *chain("living", 3)]) == [True] * 15
+
+
+def test_what_others_took_meanwhile_is_theirs(
+    node: Callable[..., KVCache],
+    server: RedisServer,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between the look and the deed another server may adopt, or the node wake up."""
+    a, b = node("one"), node("two")
+    write(a.attach(OF), a, KEYS)
+    killed(a)
+    gone(server)
+    chosen = command._chosen
+
+    def slow(name: str, owners: Any) -> list[str]:
+        found = chosen(name, owners)
+        assert b.index.ownership.inherit("one:77:abcd", 30.0, 5.0)
+        assert len(b.attach(OF).store.slots.owned()) == 1
+        write(b.attach(OF), b, chain("b", 12))
+        return found
+
+    monkeypatch.setattr(command, "_chosen", slow)
+    monkeypatch.setenv("DUALPATH_INDEX", server.url)
+    monkeypatch.setenv("DUALPATH_INDEX_TIMEOUT_S", "5")
+    command.adopt("one", free=True, yes=True, root=root)
+    assert len(list(root.glob("*/seg-*"))) == 2
+    assert read(b.attach(OF), b, [*KEYS, *chain("b", 12)]) == [True] * 24

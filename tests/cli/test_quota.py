@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -59,6 +60,9 @@ def test_a_quota_is_set_changed_and_taken_away(dualpath: Run, root: Path) -> Non
         (("a",), "Say how much the namespace a may take"),
         (("a", "much"), "unlike 'much'"),
         (("a", "--", "-5"), "unlike '-5'"),
+        (("a", "50%"), "unlike '50%'"),
+        (("a", "10,000GiB"), "unlike '10,000GiB'"),
+        (("", "5GiB"), "has a name"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -73,12 +77,25 @@ def test_what_makes_no_sense_is_refused(
 
 
 def test_a_file_that_is_none_of_ours_is_not_overwritten(dualpath: Run, root: Path) -> None:
-    for text in ("not json", '{"a": "much"}', "[]", '{"a": true}', '{"a": -1}'):
+    texts = ("not json", '{"a": "much"}', "[]", '{"a": true}', '{"a": -1}', "[" * 200_000)
+    for text in (*texts, " " * (2 << 20)):
         (root / QUOTAS_FILE).write_text(text)
         refused = dualpath("a", "5GiB")
         assert refused.returncode == 2
         assert str(root / QUOTAS_FILE) in refused.stderr
         assert (root / QUOTAS_FILE).read_text() == text
+
+
+def test_a_pipe_in_its_place_keeps_nobody_waiting(dualpath: Run, root: Path) -> None:
+    os.mkfifo(root / QUOTAS_FILE)
+    assert dualpath("a", "5GiB").returncode == 2
+    assert dualpath().returncode == 2
+
+
+def test_names_are_shown_as_they_are(dualpath: Run) -> None:
+    for name in ("[/x]", "[bold]y", ":smile:", "a/b", "none"):
+        assert dualpath(name, "5GiB").returncode == 0
+        assert f"{name} " in dualpath().stdout
 
 
 def test_a_store_that_is_none_is_refused(tmp_path: Path) -> None:

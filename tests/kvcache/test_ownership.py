@@ -1,27 +1,31 @@
 """Segments on a mount that keeps locks to each machine, as 3FS does: the index says whose they are.
 
-Two caches of this process stand for two machines. The mount is a double: its locks keep nobody out.
+Two caches of this process stand for two machines. The mount is a double: its locks keep nobody out,
+nor do those of the allocation and of the opening.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dualpath_sglang.index.owners import Owner
+from dualpath_sglang.index import IndexUnavailableError
+from dualpath_sglang.index.owners import Owner, machine_id
 from dualpath_sglang.index.redis import RedisSettings
 from dualpath_sglang.index.redis.index import RedisIndex
+from dualpath_sglang.index.redis.ownership import RedisOwnership
 from dualpath_sglang.index.source import RedisSource
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.pool import Pool
-from dualpath_storage.segments import Segments
 from tests.kvcache.caches import (
     DROPPED,
+    FAILED,
     PENDING,
     STORED,
     killed,
@@ -33,6 +37,7 @@ from tests.kvcache.caches import (
 )
 from tests.support.blocks import chain, geometry
 from tests.support.redis_server import RedisServer
+from tests.support.toxic_proxy import Toxic, ToxicProxy
 
 OF = geometry("mha")
 KEYS = chain("a", 12)
@@ -63,9 +68,11 @@ def node(server: RedisServer, root: Path) -> Iterator[Callable[..., KVCache]]:
     """`node(machine, lease_s=..., **options)`: a cache that does its upkeep only when asked."""
     caches: list[KVCache] = []
 
-    def make(machine: str, lease_s: float = 600.0, **changes: object) -> KVCache:
-        source = RedisSource(RedisSettings.parse(server.url), lookup_timeout_s=5.0)
-        source.owner = Owner(machine.encode().ljust(16), lease_s)
+    def make(
+        machine: str, lease_s: float = 600.0, url: str = server.url, **changes: object
+    ) -> KVCache:
+        source = RedisSource(RedisSettings.parse(url), lookup_timeout_s=0.5)
+        source.owner = Owner(machine.encode().ljust(16), f"{machine}:1:x", lease_s)
         caches.append(KVCache(options(root, **changes), index=source))
         caches[-1]._upkeep.stop()
         caches[-1].maintain()
@@ -77,13 +84,14 @@ def node(server: RedisServer, root: Path) -> Iterator[Callable[..., KVCache]]:
 
 
 def owned(cache: KVCache) -> set[int]:
-    return set(cache.attach(OF).store.slots.owned())
+    pool = cache._pools.get(OF.id)
+    return set() if pool is None else set(pool.store.slots.owned())
 
 
 def adopt(cache: KVCache) -> set[int]:
-    pool = cache.attach(OF)
-    pool.adopt(cache.index, time.monotonic() + 10.0, now=True)
-    return set(pool.store.slots.owned())
+    """What it owns, once it has taken what it may."""
+    cache.attach(OF)
+    return owned(cache)
 
 
 def stored(cache: KVCache, keys: list[bytes] = KEYS) -> Pool:
@@ -117,7 +125,7 @@ def test_a_node_that_closed_its_store_leaves_it_to_others_at_once(
     numbers = owned(a)
     a.close()
     b = node("two")
-    assert owned(b) == numbers
+    assert adopt(b) == numbers
     assert read(b.attach(OF), b, KEYS) == [True] * 12
 
 
@@ -145,24 +153,132 @@ def test_a_dead_node_is_followed_once_its_lease_is_over(
     assert read(b.attach(OF), b, [*chain("published", 3), *KEYS]) == [True] * 15, "nothing is lost"
 
 
+def lost_to_another(node: Callable[..., KVCache]) -> tuple[KVCache, KVCache, set[int]]:
+    """Two nodes, of which the first slept until the second had taken its segment and stored."""
+    a, b = node("one", SHORT_S), node("two", SHORT_S)
+    stored(a)
+    numbers = owned(a)
+    time.sleep(SHORT_S)
+    b.maintain()
+    assert adopt(b) == numbers
+    stored(b, chain("b", 12))
+    return a, b, numbers
+
+
 def test_a_node_that_slept_through_its_lease_writes_no_more_and_gives_way(
     node: Callable[..., KVCache], settled: None
 ) -> None:
-    a, b = node("one", SHORT_S), node("two", SHORT_S)
-    pool = stored(a)
-    numbers = owned(a)
-    time.sleep(SHORT_S)
-    assert write(pool, a, chain("late", 3)) == [DROPPED] * 3, "others may have it by now"
-    b.maintain()
-    assert adopt(b) == numbers
-    assert write(b.attach(OF), b, chain("b", 3)) == [STORED] * 3
+    a, b, _ = lost_to_another(node)
+    pool = a.attach(OF)
+    assert write(pool, a, chain("late", 3)) == [DROPPED] * 3
     a.maintain()
     assert owned(a) == set()
     assert write(pool, a, chain("again", 3)) == [STORED] * 3
     for cache in (a, b):
         cache.index.check()
-        keys = [*KEYS, *chain("b", 3), *chain("again", 3)]
-        assert read(cache.attach(OF), cache, keys) == [True] * 18
+        keys = [*KEYS, *chain("b", 12), *chain("again", 3)]
+        assert read(cache.attach(OF), cache, keys) == [True] * 27
+
+
+class Fails:
+    """Makes the next calls that renew a lease fail."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, times: int) -> None:
+        self.left = times
+        real = RedisOwnership.keep
+
+        def keep(ownership: RedisOwnership, *arguments: Any) -> list[bool]:
+            self.left -= 1
+            if self.left >= 0:
+                raise IndexUnavailableError("not now")
+            return real(ownership, *arguments)
+
+        patch.setattr(RedisOwnership, "keep", keep)
+
+
+@pytest.mark.parametrize("waking", ["upkeep", "upkeep that fails first", "clear", "evict", "close"])
+def test_whatever_a_woken_node_does_first_harms_nobody(
+    node: Callable[..., KVCache], settled: None, monkeypatch: pytest.MonkeyPatch, waking: str
+) -> None:
+    """Its freed slots are another's blocks by now, and its empty segment another's file."""
+    a, b = node("one", SHORT_S), node("two", SHORT_S)
+    pool = stored(a)
+    a.evict(20 * OF.slot_bytes)  # its slots are to be blanked, its segment is empty
+    pool.retire(next(iter(owned(a))))
+    time.sleep(SHORT_S)
+    b.maintain()
+    adopt(b)
+    stored(b, chain("b", 12))
+    fails = Fails(monkeypatch, 1 if "fails" in waking else 0)
+    for _ in range(3):
+        if waking == "clear":
+            a.clear(units=[b"nothing's"])
+        elif waking == "evict":
+            a.evict(0)
+        elif waking == "close":
+            a.close()
+            break
+        a.maintain()
+    assert fails.left < 0 or waking in ("clear", "evict", "close")
+    assert read(b.attach(OF), b, chain("b", 12)) == [True] * 12
+    b.maintain()
+    assert read(b.attach(OF), b, chain("b", 12)) == [True] * 12
+    b.index.check()
+
+
+def test_a_clear_after_waking_leaves_the_files_of_others(
+    node: Callable[..., KVCache], settled: None, root: Path
+) -> None:
+    a, b, numbers = lost_to_another(node)
+    a.clear()
+    assert owned(a) == set()
+    assert all(segment_file(root, OF, number).exists() for number in numbers)
+    stored(b, chain("after", 12))
+    a.maintain()
+    assert read(b.attach(OF), b, chain("after", 12)) == [True] * 12
+
+
+def test_an_empty_segment_that_is_anothers_by_now_is_not_removed(
+    node: Callable[..., KVCache], settled: None, root: Path
+) -> None:
+    a, b = node("one", SHORT_S), node("two", SHORT_S)
+    pool = stored(a)
+    (number,) = owned(a)
+    a.evict(20 * OF.slot_bytes)
+    time.sleep(SHORT_S)
+    b.maintain()
+    assert adopt(b) == {number}
+    stored(b, chain("b", 12))
+    assert pool.give_up_empty(a.index, 5.0) == 0
+    assert segment_file(root, OF, number).exists()
+    assert read(b.attach(OF), b, chain("b", 12)) == [True] * 12
+
+
+def test_one_pool_that_was_kept_does_not_vouch_for_another(
+    node: Callable[..., KVCache], settled: None
+) -> None:
+    side = geometry("mla", model=OF.model, pool="indexer")
+    a, b = node("one", SHORT_S), node("two", SHORT_S)
+    stored(a)
+    other = a.attach(side)
+    assert write(other, a, KEYS) == [STORED] * 12
+    time.sleep(SHORT_S)
+    b.maintain()
+    b.attach(side)
+    assert b.attach(side).store.slots.owned()
+    a.attach(OF).keep_segments(a.index)
+    assert a.attach(OF).sure
+    assert write(other, a, chain("late", 3)) == [DROPPED] * 3
+
+
+def test_a_node_that_owns_nothing_any_more_stores_again(node: Callable[..., KVCache]) -> None:
+    a = node("one", SHORT_S)
+    stored(a)
+    a.clear()
+    assert owned(a) == set()
+    time.sleep(2 * SHORT_S)
+    a.maintain()
+    stored(a, chain("later", 3))
 
 
 def test_a_node_that_only_slept_goes_on(node: Callable[..., KVCache]) -> None:
@@ -175,16 +291,18 @@ def test_a_node_that_only_slept_goes_on(node: Callable[..., KVCache]) -> None:
     assert write(pool, a, chain("late", 3)) == [STORED] * 3
 
 
-def test_after_redis_lost_everything_the_living_have_time_to_say_so(
-    node: Callable[..., KVCache], server: RedisServer, monkeypatch: pytest.MonkeyPatch
+def test_after_redis_lost_everything_the_living_have_a_lease_to_say_so(
+    node: Callable[..., KVCache], server: RedisServer, settled: None
 ) -> None:
-    a, b, dead = node("one"), node("two"), node("three")
+    a, b, dead = (node(name, SHORT_S) for name in ("one", "two", "three"))
     stored(a)
     stored(dead, chain("dead", 3))
     numbers = owned(dead)
     killed(dead)
+    began = time.monotonic()
     with server.admin() as admin:
         admin.flushall()
+    assert adopt(b) == set(), "before it has noticed"
     for cache in (b, a):  # find out, and fill the index again
         end = time.monotonic() + 30.0
         cache.maintain()
@@ -192,11 +310,114 @@ def test_after_redis_lost_everything_the_living_have_time_to_say_so(
             assert time.monotonic() < end
             time.sleep(0.1)
             cache.maintain()
+    a.maintain()
+    while owned(b) != numbers:  # of the dead one alone
+        a.maintain()
+        b.maintain()
+        adopt(b)
+        assert time.monotonic() < began + 30.0
+        time.sleep(0.05)
+    assert time.monotonic() - began >= SHORT_S
+    assert len(owned(a)) == 1
+    assert read(b.attach(OF), b, [*KEYS, *chain("dead", 3)]) == [True] * 15
+
+
+def test_a_segment_of_which_redis_lost_the_last_word_is_not_taken(
+    node: Callable[..., KVCache], server: RedisServer, settled: None
+) -> None:
+    """As after a failover to a replica that lagged."""
+    a, b = node("one"), node("two")
+    stored(a)
+    with server.admin() as admin:
+        for owners in admin.keys("dualpath:*:owners"):
+            admin.delete(owners)
     assert adopt(b) == set()
     a.maintain()
-    monkeypatch.setattr("dualpath_sglang.index.redis.ownership.SETTLE_S", 0.0)
-    assert adopt(b) == numbers, "of the dead one alone"
-    assert len(owned(a)) == 1
+    assert adopt(b) == set()
+    assert write(a.attach(OF), a, chain("more", 3)) == [STORED] * 3
+
+
+def test_what_a_node_alone_without_redis_makes_is_its_own(
+    node: Callable[..., KVCache], server: RedisServer, settled: None
+) -> None:
+    with ToxicProxy(server.port) as proxy:
+        a, b = node("one", url=proxy.url), node("two")
+        pool = a.attach(OF)
+        proxy.set(Toxic.REFUSED)
+        assert write(pool, a, KEYS) == [PENDING] * 12
+        assert len(owned(a)) == 1
+        assert adopt(b) == set()
+        b.maintain()
+        assert adopt(b) == set()
+        proxy.set(Toxic.NONE)
+        end = time.monotonic() + 30.0
+        while not all(read(b.attach(OF), b, KEYS)):
+            assert time.monotonic() < end
+            a.maintain()
+            time.sleep(0.1)
+        assert adopt(b) == set()
+        a.close()
+
+
+def test_what_it_made_alone_it_trusts_for_a_lease(
+    node: Callable[..., KVCache], server: RedisServer
+) -> None:
+    with ToxicProxy(server.port) as proxy:
+        a = node("one", SHORT_S, url=proxy.url)
+        pool = a.attach(OF)
+        proxy.set(Toxic.REFUSED)
+        assert write(pool, a, KEYS) == [PENDING] * 12
+        time.sleep(SHORT_S)
+        assert write(pool, a, chain("late", 3)) == [DROPPED] * 3
+        a.close()
+
+
+def test_a_segment_that_cannot_be_made_is_nobodys(
+    node: Callable[..., KVCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.EDQUOT, "quota")
+
+    a = node("one")
+    pool = a.attach(OF)
+    monkeypatch.setattr("dualpath_storage.backends.posix.PosixBackend.create", full)
+    for i in range(5):
+        assert write(pool, a, chain(i, 2)) == [DROPPED] * 2
+    assert a.index.ownership.owners(5.0) == {}
+
+
+def test_owners_of_files_that_are_gone_are_forgotten(
+    node: Callable[..., KVCache], root: Path
+) -> None:
+    a = node("one")
+    stored(a)
+    (number,) = owned(a)
+    a.close()
+    segment_file(root, OF, number).unlink()
+    b = node("two")
+    assert len(b.index.ownership.owners(5.0)) == 1
+    b.attach(OF)
+    assert b.index.ownership.owners(5.0) == {}
+
+
+def test_a_redis_that_hangs_keeps_nobody_from_the_allocation(
+    node: Callable[..., KVCache], server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = node("one")
+    pool = a.attach(OF)
+    real = RedisOwnership.keep
+
+    def keep(ownership: RedisOwnership, *arguments: Any) -> list[bool]:
+        server.stop()
+        try:
+            return real(ownership, *arguments)
+        finally:
+            server.cont()
+
+    monkeypatch.setattr(RedisOwnership, "keep", keep)
+    began = time.monotonic()
+    assert FAILED not in write(pool, a, KEYS)
+    assert time.monotonic() - began < 8.0
 
 
 def test_who_lost_contact_for_a_while_does_not_judge_others(
@@ -234,28 +455,28 @@ def test_the_room_of_a_living_node_is_asked_for_not_taken(
     assert used_bytes(root) <= a.options.capacity_bytes  # type: ignore[operator]
 
 
-def test_no_segment_is_made_that_nobody_could_be_told_of(
-    node: Callable[..., KVCache], server: RedisServer, monkeypatch: pytest.MonkeyPatch
+def test_others_are_told_of_a_segment_before_it_is_made(
+    node: Callable[..., KVCache], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a = node("one")
     told: list[int] = []
-    real = Segments.add
+    real = RedisOwnership.keep
 
-    def add(self: Segments, timeout_s: float, note: Callable[[int], bool] = lambda _: True) -> bool:
-        def noted(number: int) -> bool:
-            told.append(number)
-            assert not segment_file(a.root, OF, number).exists()
-            return note(number)
+    def keep(
+        ownership: RedisOwnership, name: bytes, numbers: Sequence[int], timeout_s: float
+    ) -> list[bool]:
+        new = set(numbers) - set(told)
+        assert not any(segment_file(root, OF, number).exists() for number in new)
+        told.extend(new)
+        return real(ownership, name, numbers, timeout_s)
 
-        return real(self, timeout_s, noted)
-
-    monkeypatch.setattr(Segments, "add", add)
+    monkeypatch.setattr(RedisOwnership, "keep", keep)
     stored(a)
     assert owned(a) == set(told)
     owners = a.index.ownership.owners(5.0)
     assert {number for _, number in owners} == set(told)
     (owner,) = owners.values()
-    assert owner.name == a._source.owner.name
+    assert (owner.name, owner.node) == ("one:1:x", "one:1")
     assert 0 <= owner.silent_s < 60
 
 
@@ -279,26 +500,27 @@ def test_what_an_owner_without_contact_wrote_is_its_own_when_redis_is_back(
     assert write(pool, a, chain("more", 3)) == [STORED] * 3
 
 
-def test_an_owner_without_a_lease_is_always_sure() -> None:
-    owner = Owner(lease_s=2.0)
-    assert owner.sure
-    owner.renewed(time.monotonic())
-    assert owner.sure
-    owner.renewed(time.monotonic() - 1.5)
-    assert not owner.sure
-
-
-def test_a_gone_owner_is_vacated_by_hand(node: Callable[..., KVCache], settled: None) -> None:
+def test_who_is_gone_for_good_is_inherited_by_hand(
+    node: Callable[..., KVCache], settled: None
+) -> None:
     a, b = node("one"), node("two")
     stored(a)
     numbers = owned(a)
     killed(a)
     assert adopt(b) == set()
     ownership = b.index.ownership
-    assert ownership.vacate("nobody:1:x", 5.0) == 0
-    assert ownership.vacate(a._source.owner.name, 5.0) == len(numbers)
-    assert {(o.name, o.silent_s) for o in ownership.owners(5.0).values()} == {("", math.inf)}
+    assert ownership.inherit("nobody:1:x", 0.0, 5.0) == []
+    assert ownership.inherit("one:1:x", 60.0, 5.0) is None, "it was heard of just now"
+    time.sleep(0.1)
+    assert ownership.inherit("one:1:x", 0.05, 5.0) == [(OF.id_bytes, *numbers)]
+    assert {owner.name for owner in ownership.owners(5.0).values()} == {"two:1:x"}
     assert adopt(b) == numbers
+
+
+def test_a_mount_is_part_of_the_machine(root: Path) -> None:
+    root.mkdir()
+    assert machine_id(root) == machine_id(root) != machine_id(Path("/proc"))
+    assert machine_id(root / "none") != machine_id(root / "none")
 
 
 def test_the_double_is_of_the_locks(root: Path) -> None:

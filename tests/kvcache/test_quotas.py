@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from dualpath_sglang.kvcache import KVCache
+from dualpath_sglang.node.report import Node
 from dualpath_storage import Geometry
 from dualpath_storage.quotas import QUOTAS_FILE, set_quota
-from tests.kvcache.caches import DROPPED, STORED, read, used_bytes, write
+from tests.kvcache.caches import DROPPED, STORED, options, read, used_bytes, write
 from tests.support.blocks import chain, geometry
+from tests.support.index_choice import source
 
 Opened = Callable[..., KVCache]
 ONE = geometry("mha", layers=2, namespace="one")
@@ -143,4 +145,32 @@ def test_quotas_that_cannot_be_read_stay_as_they_were(
     (root / QUOTAS_FILE).write_text("garbage")
     fill(cache, ONE, 4)
     assert taken(root, ONE) <= 16 * SLOT
-    assert "What was read before still counts" in caplog.text
+    assert "what was read before counts" in caplog.text
+
+
+def test_quotas_that_never_could_be_read_are_none_and_that_is_said(
+    opened: Opened, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root.mkdir()
+    (root / QUOTAS_FILE).write_text("[" * 200_000)
+    cache = opened(capacity_bytes=10 * SEGMENT, segment_bytes=SEGMENT)
+    assert write(cache.attach(ONE), cache, chain("a", 8)) == [STORED] * 8
+    assert "NO quota counts" in caplog.text
+
+
+def test_a_server_obeys_before_it_has_stored_anything(opened: Opened, root: Path) -> None:
+    first = opened_with(opened, root)
+    fill(first, ONE, 6)
+    first.close()
+    assert taken(root, ONE) == 6 * SEGMENT
+    set_quota(root, "one", 2 * SEGMENT)
+    with KVCache(
+        options(root, capacity_bytes=10 * SEGMENT, segment_bytes=SEGMENT),
+        index=source(),
+        node=Node("streaming"),
+    ) as server:
+        server.attach(ONE)
+        end = time.monotonic() + 30.0
+        while taken(root, ONE) > 2 * SEGMENT:
+            assert time.monotonic() < end
+            time.sleep(0.1)

@@ -77,10 +77,11 @@ class RedisIndex:
         access: Access,
         lookup_timeout_s: float = 0.005,
         watch: Callable[[], None] = lambda: None,
-        owner: Owner | None = None,
+        *,
+        owner: Owner,
     ) -> None:
         self._watch = watch
-        self._owners = RedisOwnership(access, owner or Owner())
+        self._owners = RedisOwnership(access, owner)
         self.ownership: Ownership = self._owners
         self._access = access
         self._lookup_timeout_s = lookup_timeout_s

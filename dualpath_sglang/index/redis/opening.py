@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -34,7 +35,7 @@ def open_redis_index(
         read_only: never write; the index must exist.
         timeout_s: how long Redis may take to answer now.
         watch: called in the index's upkeep; raises when the store is not that store any more.
-        owner: this process, as an owner of segments.
+        owner: this process, as an owner of segments; by default one that is like no other.
 
     Raises:
         RedisMisconfiguredError: Redis is set up so that it would lose parts of the index.
@@ -61,4 +62,5 @@ def open_redis_index(
     except BaseException:
         client.close()
         raise
-    return RedisIndex(access, lookup_timeout_s, watch, owner)
+    owner = owner or Owner(secrets.token_bytes(16))
+    return RedisIndex(access, lookup_timeout_s, watch, owner=owner)

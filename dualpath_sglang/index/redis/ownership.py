@@ -6,8 +6,9 @@
 | ``:alive`` | hash | by machine and name of an owner: when it was heard of (ms) |
 
 A segment changes hands in one script. Who takes one also has the lock of its file: on one machine
-that lock tells who lives. Another machine's must have been silent for a lease; and an owner that
-is not noted, as after Redis lost everything, has :data:`SETTLE_S` to say that it is there.
+that lock tells who lives. On others an owner must have been silent for its lease. A segment that
+is nobody's may belong to somebody who has not said so yet, or whose word Redis has lost: whoever
+wants it must have seen for a lease that nobody claims it.
 """
 
 from __future__ import annotations
@@ -18,18 +19,24 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from dualpath_sglang.index.base import IndexDamagedError
 from dualpath_sglang.index.owners import Owner, SegmentOwner
 from dualpath_sglang.index.redis.access import Access, batches
 from dualpath_sglang.index.redis.client import Call, Run, Script
+from dualpath_storage import Geometry
 
 SETTLE_S = 30.0
+"""So long one must have been in touch to judge others: when Redis is back, all need a moment."""
 _GAP_S = 5.0
 """Without contact for so long, others may have been without it as well."""
+_MOST_UNCLAIMED = 1 << 16
 _MACHINE_BYTES = 16
 _NAME = struct.Struct(">16sI")
 _OWN = Script.of("clock", "own")
 _DISOWN = Script.of("disown")
 _OWNERS = Script.of("clock", "owners")
+_INHERIT = Script.of("clock", "inherit")
+_OTHERS, _OURS, _NOBODYS = b"01?"
 
 
 class RedisOwnership:
@@ -41,11 +48,13 @@ class RedisOwnership:
     """
 
     def __init__(self, access: Access, owner: Owner) -> None:
+        self.trusted_s = owner.trusted_s
         self._access = access
         self._owner = owner
         self._me = owner.machine + owner.name.encode()
-        self._keys = [access.key("owners"), access.key("alive")]
+        self._keys = [access.key(name) for name in ("owners", "alive", "index")]
         self._contact = (-math.inf, -math.inf)
+        self._unclaimed: dict[bytes, float] = {}
 
     def heard(self) -> None:
         """Redis answered just now."""
@@ -53,11 +62,9 @@ class RedisOwnership:
         now = time.monotonic()
         self._contact = (since if now - last < _GAP_S else now, now)
 
-    @property
-    def _settled(self) -> bool:
+    def _in_touch_since(self) -> float:
         since, last = self._contact
-        now = time.monotonic()
-        return now - last < _GAP_S and now - since >= SETTLE_S
+        return since if time.monotonic() - last < _GAP_S else math.inf
 
     def keep(self, geometry_id: bytes, segments: Sequence[int], timeout_s: float) -> list[bool]:
         return self._own("keep", geometry_id, segments, timeout_s)
@@ -71,24 +78,40 @@ class RedisOwnership:
     def _own(
         self, mode: str, geometry_id: bytes, segments: Sequence[int], timeout_s: float
     ) -> list[bool]:
-        began = time.monotonic()
-        lease_ms, settled = round(1000 * self._owner.lease_s), int(self._settled)
-        names = [_names(geometry_id, segments[part]) for part in batches(len(segments))]
-        runs = [Run(_OWN, self._keys, [mode, self._me, lease_ms, n, settled]) for n in names]
-        if not runs:
-            return []
+        now, since = time.monotonic(), self._in_touch_since()
+        lease_s = self._owner.lease_s
+        names = [_NAME.pack(geometry_id, segment) for segment in segments]
+        runs = []
+        for part in batches(len(names)):
+            seen = [
+                now - max(since, self._unclaimed.get(name, math.inf)) >= lease_s
+                for name in names[part]
+            ]
+            arguments = (
+                *(self._access.token, mode, self._me, round(1000 * lease_s)),
+                b"".join(names[part]),
+                int(now - since >= SETTLE_S),
+                "".join("1" if long else "0" for long in seen),
+            )
+            runs.append(Run(_OWN, self._keys, arguments))
         replies = self._call(runs, timeout_s)
-        if mode != "ask":
-            self._owner.renewed(began)
-        return [flag == 0x31 for reply in replies for flag in reply]
+        if 0 in replies:
+            raise IndexDamagedError("The index in Redis was emptied, with what it knew of owners")
+        flags = [flag for reply in replies for flag in reply]
+        for name, flag in zip(names, flags, strict=True):
+            if flag == _NOBODYS and len(self._unclaimed) < _MOST_UNCLAIMED:
+                self._unclaimed.setdefault(name, now)
+            elif flag == _OTHERS or mode == "take":
+                self._unclaimed.pop(name, None)
+        return [flag == _OURS for flag in flags]
 
     def give_up(self, geometry_id: bytes, segments: Sequence[int], timeout_s: float) -> None:
+        names = [_NAME.pack(geometry_id, segment) for segment in segments]
         runs = [
-            Run(_DISOWN, self._keys, [self._me, _names(geometry_id, segments[part])])
-            for part in batches(len(segments))
+            Run(_DISOWN, self._keys[:1], [self._me, b"".join(names[part])])
+            for part in batches(len(names))
         ]
-        if runs:
-            self._call(runs, timeout_s)
+        self._call(runs, timeout_s)
 
     def forget(self, geometry_id: bytes, segments: Sequence[int], timeout_s: float) -> None:
         fields = [_NAME.pack(geometry_id, segment) for segment in segments]
@@ -96,7 +119,7 @@ class RedisOwnership:
             self._call([("HDEL", self._keys[0], *fields)], timeout_s)
 
     def owners(self, timeout_s: float) -> dict[tuple[bytes, int], SegmentOwner]:
-        ((rows, heard),) = self._call([Run(_OWNERS, self._keys, [])], timeout_s)
+        ((rows, heard),) = self._call([Run(_OWNERS, self._keys[:2], [])], timeout_s)
         silent = dict(zip(heard[::2], heard[1::2], strict=True))
         return {
             _unpacked(name): SegmentOwner(
@@ -106,18 +129,29 @@ class RedisOwnership:
             for name, owner in zip(rows[::2], rows[1::2], strict=True)
         }
 
-    def vacate(self, name: str, timeout_s: float) -> int:
-        (rows,) = self._call([("HGETALL", self._keys[0])], timeout_s)
-        known = {row for row in rows[1::2] if row[_MACHINE_BYTES:] == name.encode()}
-        runs = [Run(_DISOWN, self._keys, [owner, b""]) for owner in sorted(known)]
-        return sum(self._call(runs, timeout_s)) if runs else 0
+    def inherit(
+        self, name: str, silent_s: float, timeout_s: float
+    ) -> list[tuple[bytes, int]] | None:
+        run = Run(_INHERIT, self._keys[:2], [self._me, name, round(1000 * silent_s)])
+        (packed,) = self._call([run], timeout_s)
+        if packed == 0:
+            return None
+        return [(geometry_id, segment) for geometry_id, segment in _NAME.iter_unpack(packed)]
+
+    def forget_lost(self, geometry: Geometry, there: set[int], timeout_s: float) -> None:
+        lost = [
+            number
+            for (geometry_id, number), owner in self.owners(timeout_s).items()
+            if geometry_id == geometry.id_bytes
+            and number not in there
+            and owner.silent_s >= self._owner.lease_s
+        ]
+        self.forget(geometry.id_bytes, lost, timeout_s)
 
     def _call(self, calls: Sequence[Call], timeout_s: float) -> list[Any]:
+        if not calls:
+            return []
         return self._access.call_store(calls, time.monotonic() + timeout_s)
-
-
-def _names(geometry_id: bytes, segments: Sequence[int]) -> bytes:
-    return b"".join(_NAME.pack(geometry_id, segment) for segment in segments)
 
 
 def _unpacked(name: bytes) -> tuple[bytes, int]:

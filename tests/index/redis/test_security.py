@@ -63,7 +63,7 @@ def everything(index: RedisIndex) -> None:
     index.ownership.give_up(KV.id_bytes, [1], FOREVER_S)
     assert len(index.ownership.owners(FOREVER_S)) == 2
     index.forget_segments(KV.id_bytes, [1, 2], FOREVER_S)
-    assert index.ownership.vacate("nobody", FOREVER_S) == 0
+    assert index.ownership.inherit("nobody", 0.0, FOREVER_S) == []
     index.set_filled()
     assert index.filled()
     index.upkeep()

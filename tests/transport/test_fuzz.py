@@ -1,0 +1,256 @@
+"""Frames that nobody should send, to both ends: no crash, no hang, no memory, no wrong byte.
+
+``DUALPATH_TEST_SEED`` repeats a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import xxhash
+
+from dualpath_sglang.transport import frames
+from dualpath_sglang.transport.base import End, FetchRequest, Load, PeerLostError
+from dualpath_sglang.transport.client import Connection, PeerAddress
+from dualpath_sglang.transport.frames import Head, Kind
+from dualpath_sglang.transport.server import Server
+from tests.transport.peers import (
+    GEOMETRY_ID,
+    LAYER_BYTES,
+    LAYERS,
+    Blocks,
+    keys,
+    layer_block,
+    place_for,
+    request_of,
+)
+from tests.transport.raw import RawClient, RawPeer
+
+SOON_S = 20.0
+MOST_GROWTH_BYTES = 64 << 20
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = int(os.environ.get("DUALPATH_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
+    print(f"DUALPATH_TEST_SEED={seed}")
+    return random.Random(seed)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_of_ours_raises(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    yield
+    raised = [r for r in caplog.records if r.levelno >= logging.ERROR]
+    assert not raised, raised[0].getMessage()
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    """The same, hurt somewhere; sometimes not at all."""
+    hurt = bytearray(data)
+    for _ in range(rng.choice([0, 1, 1, 1, 2, 5])):
+        at = rng.randrange(len(hurt) + 1)
+        what = rng.randrange(6)
+        if what == 0 and at < len(hurt):
+            hurt[at] ^= 1 << rng.randrange(8)
+        elif what == 1 and at < len(hurt):
+            hurt[at] = rng.choice([0, 1, 127, 128, 255])
+        elif what == 2:
+            hurt[at:at] = rng.randbytes(rng.randrange(1, 9))
+        elif what == 3:
+            del hurt[at : at + rng.randrange(1, 9)]
+        elif what == 4:
+            del hurt[at:]
+        else:
+            hurt[at : at + 4] = struct.pack("!I", rng.choice([0, 1, 1 << 16, 1 << 31, 0xFFFFFFFF]))
+    return bytes(hurt)
+
+
+def sealed(kind: Kind, number: int, rng: random.Random, body: bytes) -> bytes:
+    """A frame whose head is right, whatever its fields are."""
+    layer = rng.choice([0, 1, LAYERS - 1, LAYERS, 500, 0xFFFFFFFF])
+    block = rng.choice([0, 1, 7, 1 << 16, 0xFFFFFFFF])
+    length = rng.choice([len(body)] * 6 + [0, len(body) + 1, 1 << 20, 0xFFFFFFFF])
+    return Head(kind, number, layer, block, length).pack() + body
+
+
+# -- what takes frames apart ------------------------------------------------------------------
+
+
+def take_apart(cases: int, rng: random.Random) -> None:
+    """Every parser, on what is nearly right: a value of ours, or the one error that is meant."""
+    request = FetchRequest(GEOMETRY_ID, keys(3), 0, LAYERS, 1.0)
+    fetch, end = frames.fetch_body(request), frames.end_body(Load(1, 2))
+    missing, front = frames.missing_body([1, 2]), frames.data_front([1, 2, 3])
+    head = Head(Kind.DATA, 1, 2, 3, len(front) + 3 * LAYER_BYTES).pack()
+    parsers: list[Callable[[bytes], object]] = [
+        lambda data: Head.unpack(data.ljust(frames.HEAD_BYTES)[: frames.HEAD_BYTES]),
+        frames.parse_fetch,
+        lambda data: frames.parse_missing(data, 3),
+        lambda data: frames.parse_end(Head(Kind.END, 1, rng.randrange(9)), data),
+        lambda data: frames.parse_checksums(data[:8].ljust(8), data[8:]),
+        lambda data: frames.data_count(
+            Head(Kind.DATA, 1, 0, 0, rng.randrange(1 << 20)), data[:8].ljust(8), LAYER_BYTES
+        ),
+    ]
+    good = [head, fetch, missing, end, front, front]
+    right = wrong = 0
+    for _ in range(cases):
+        which = rng.randrange(len(parsers))
+        data = mutated(good[which], rng)
+        try:
+            value = parsers[which](data)
+        except PeerLostError:
+            wrong += 1
+            continue
+        right += 1
+        if which == 1:
+            assert value == request, "a damaged request is none"
+    print(f"{right} taken, {wrong} refused")
+    assert right > cases // 50
+    assert wrong > cases // 4
+
+
+# -- a server that is sent nonsense -----------------------------------------------------------
+
+
+def to_a_server(cases: int, rng: random.Random) -> None:
+    source = Blocks(run=2)
+    server = Server(source)
+    before, threads = resident_bytes(), threading.active_count()
+    try:
+        address = PeerAddress("127.0.0.1", server.port)
+        honest = Connection(address, time.monotonic() + SOON_S)
+        for case in range(cases):
+            with RawClient(server) as raw:
+                raw.sock.settimeout(SOON_S)
+                with contextlib.suppress(OSError):
+                    raw.sock.sendall(b"".join(to_server(rng) for _ in range(rng.randrange(1, 4))))
+                    if rng.random() < 0.5:
+                        raw.sock.shutdown(socket.SHUT_WR)
+                        while raw.sock.recv(1 << 16):
+                            pass
+            if case % 50 == 0:
+                fetched = place_for(request_of(keys(5, case)))
+                fetch = honest.fetch(fetched.request, fetched.destination, fetched)
+                assert fetch.wait(SOON_S), "others are not served"
+                assert fetched.ends == [End.OK]
+                assert not fetched.wrong()
+        honest.close()
+        end = time.monotonic() + SOON_S
+        while server._clients():
+            assert time.monotonic() < end, "a connection hangs"
+            time.sleep(0.02)
+        assert threading.active_count() <= threads + 1
+        assert resident_bytes() - before < MOST_GROWTH_BYTES
+    finally:
+        server.close()
+
+
+def to_server(rng: random.Random) -> bytes:
+    number = rng.choice([0, 1, 2, 0xFFFFFFFF])
+    names = keys(rng.randrange(1, 6), rng.random())
+    body = frames.fetch_body(FetchRequest(GEOMETRY_ID, names, 0, rng.randrange(1, LAYERS), 5.0))
+    good = Head(Kind.FETCH, number, length=len(body)).pack() + body
+    what = rng.random()
+    if what < 0.4:
+        return mutated(good, rng)
+    if what < 0.6:
+        return Head(Kind.FETCH, number, length=len(body)).pack() + mutated(body, rng)
+    if what < 0.9:
+        kind = rng.choice(list(Kind))
+        return sealed(kind, number, rng, b"" if kind is Kind.CANCEL else mutated(body, rng))
+    return rng.randbytes(rng.randrange(1, 200))
+
+
+# -- a client that is answered nonsense -------------------------------------------------------
+
+
+def to_a_client(cases: int, rng: random.Random) -> None:
+    before, threads = resident_bytes(), threading.active_count()
+    for _ in range(cases):
+        with RawPeer() as peer:
+            connection = peer.connected()
+            peer.sock.settimeout(SOON_S)
+            fetched = place_for(request_of(keys(4, rng.random())))
+            guard = bytes(fetched.destination.memory)
+            fetch = connection.fetch(fetched.request, fetched.destination, fetched)
+            with contextlib.suppress(OSError):
+                for _ in range(rng.randrange(1, 6)):
+                    peer.sock.sendall(to_client(fetch.number, fetched.request, rng))
+                if rng.random() < 0.7:
+                    peer.sock.shutdown(socket.SHUT_WR)
+            if not fetch.wait(0.05):
+                connection.cancel(fetch, End.TIMEOUT)
+            assert len(fetched.ends) == 1
+            assert len(fetched.destination.memory) == len(guard)
+            for (layer, i), checksum in fetched.got.items():
+                (view,) = fetched.destination.views(layer, i, 1)
+                told = xxhash.xxh3_64_intdigest(view) == checksum
+                right = view == layer_block(fetched.request.keys[i], layer)
+                # What passes its checksum is right, unless the peer lies about both.
+                assert right or not told or checksum == LIE
+            connection.close()
+    assert threading.active_count() <= threads + 1
+    assert resident_bytes() - before < MOST_GROWTH_BYTES
+
+
+LIE = xxhash.xxh3_64_intdigest(bytes(LAYER_BYTES))
+
+
+def to_client(number: int, request: FetchRequest, rng: random.Random) -> bytes:
+    layer, block = rng.randrange(LAYERS), rng.randrange(len(request.keys))
+    data = layer_block(request.keys[block], layer)
+    front = frames.data_front([xxhash.xxh3_64_intdigest(data)])
+    piece = Head(Kind.DATA, number, layer, block, len(front) + len(data)).pack() + front + data
+    what = rng.random()
+    if what < 0.3:
+        return mutated(piece, rng)
+    if what < 0.5:
+        return piece
+    if what < 0.6:
+        lie = frames.data_front([LIE])
+        head = Head(Kind.DATA, number, layer, block, len(lie) + LAYER_BYTES)
+        return head.pack() + lie + bytes(LAYER_BYTES)
+    if what < 0.9:
+        kind = rng.choice([Kind.DATA, Kind.MISSING, Kind.END, Kind.FETCH, Kind.CANCEL])
+        bodies = {
+            Kind.DATA: front + data,
+            Kind.MISSING: frames.missing_body([0, block]),
+            Kind.END: frames.end_body(Load(3, 4)),
+        }
+        return sealed(kind, rng.choice([number, number, 0, 77]), rng, bodies.get(kind, b""))
+    return rng.randbytes(rng.randrange(1, 200))
+
+
+def test_parsers(rng: random.Random) -> None:
+    take_apart(3000, rng)
+
+
+def test_a_server(rng: random.Random) -> None:
+    to_a_server(150, rng)
+
+
+def test_a_client(rng: random.Random) -> None:
+    to_a_client(100, rng)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hundred_thousand_cases(rng: random.Random) -> None:
+    take_apart(100_000, rng)
+    to_a_server(10_000, rng)
+    to_a_client(5_000, rng)
