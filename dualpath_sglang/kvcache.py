@@ -365,7 +365,7 @@ class KVCache:
         batch = self._writer.batch(keys, pieces, parent, deadline)
         if pool.writer and keys:
             with self._index_or_none() as index:
-                if not self._stalled and not self._closed and pool.sure:
+                if not self._stalled and not self._closed and pool.tenure.sure:
                     self._writer.write(pool, index, batch)
         for name in WriteResult:
             field = "written" if name is WriteResult.STORED else name.value
@@ -406,7 +406,7 @@ class KVCache:
                 self._counters.removals += len(freed)
                 pool = self._pools.get(geometry.id)
                 if pool is not None:
-                    pool.keep_segments(index)
+                    pool.tenure.keep(index)
                     pool.take_back(freed)
                     pool.give_up_empty(index, timeout_s)
                 self._evictor.remove_orphans(index, geometry, time.monotonic() + timeout_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import threading
@@ -12,33 +11,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from dualpath_sglang.evictor import Evictor
-from dualpath_sglang.index import Freed, Index, IndexUnavailableError, Record
+from dualpath_sglang.index import Freed, Index
 from dualpath_sglang.known_pages import KnownPages
+from dualpath_sglang.tenure import Tenure
 from dualpath_storage import (
     NO_PARENT,
     BlockStore,
     Geometry,
-    Header,
-    Placement,
-    ReadItem,
-    ReadStatus,
     Slot,
-    pieces_of,
 )
-from dualpath_storage.memory import aligned
 from dualpath_storage.notices import Notices
-from dualpath_storage.segments import new_number
 
 logger = logging.getLogger(__name__)
 
 _EVICT_ROUNDS = 32
 _ROUNDS_BEFORE_RECLAIM = 1
-_VERIFY_BYTES = 32 << 20
-_ADOPT_EVERY_S = 5.0
-_KEEP_EVERY_S = 5.0
 _KNOWN_S = 2.0
-_WORD_S = 1.0
-"""For a word about owners: others may wait for whoever has it to say."""
 _CLEAN_BATCH = 256
 
 
@@ -68,9 +56,7 @@ class Pool:
         self.store = store
         self.writer = writer
         self.known: KnownPages[bytes] = KnownPages(_KNOWN_S)
-        self._adopted_at = self._kept_at = float("-inf")
-        self._trusted_s = trusted_s
-        self._sure_until = math.inf
+        self.tenure = Tenure(store, trusted_s)
         self._writing: set[bytes] = set()
         self._generations: set[int] = set()
         self._unsettled: set[int] = set()
@@ -82,6 +68,10 @@ class Pool:
     def geometry(self) -> Geometry:
         """What the blocks are."""
         return self.store.geometry
+
+    def adopt(self, index: Index, deadline: float, *, now: bool = False) -> int:
+        """Own the segments whose owner is gone, see :meth:`Tenure.adopt`."""
+        return self.tenure.adopt(index, deadline, now=now) if self.writer else 0
 
     # -- room -------------------------------------------------------------------------------
 
@@ -124,7 +114,7 @@ class Pool:
         for _ in range(_EVICT_ROUNDS):
             if len(slots) == count or time.monotonic() >= deadline:
                 break
-            if self.adopt(index, deadline) or self._add_segment(index, deadline):
+            if self.adopt(index, deadline) or self.tenure.add(index, deadline):
                 slots += table.take(count - len(slots), generation)
                 continue
             owned = table.owned()
@@ -151,39 +141,10 @@ class Pool:
             ):
                 break
 
-    def _add_segment(self, index: Index, deadline: float) -> bool:
-        """Own one more segment, if there may be one.
-
-        Raises:
-            IndexUnavailableError: nobody can be told whose it is; there is none then.
-        """
-        if not self.store.files.may_add():
-            return False
-        name, number, ownership = self.geometry.id_bytes, new_number(), index.ownership
-        began = time.monotonic()
-        if not all(ownership.keep(name, [number], _WORD_S)):
-            return False
-        self._trust(began, ownership.trusted_s)
-        if self.store.files.add(max(0.0, deadline - time.monotonic()), number):
-            return True
-        with contextlib.suppress(IndexUnavailableError):
-            ownership.forget(name, [number], _WORD_S)
-        return False
-
-    def _trust(self, began: float, trusted_s: float) -> None:
-        """A segment is noted as this process's by a call that began then, or was made then."""
-        if not self.store.slots.owned():  # else the others were noted earlier
-            self._sure_until = began + trusted_s
-
-    @property
-    def sure(self) -> bool:
-        """Whether what this process owns is certainly still its own: else nothing is done to it."""
-        return time.monotonic() < self._sure_until or not self.store.slots.owned()
-
     def free_room(self, count: int, generation: int, deadline: float) -> list[Slot]:
         """Up to ``count`` slots that nobody has to make way for, while there is no index."""
         slots = self.store.slots.take(count, generation)
-        self._trust(time.monotonic(), self._trusted_s)
+        self.tenure.made_alone()
         while len(slots) < count and self.store.files.add(max(0.0, deadline - time.monotonic())):
             slots += self.store.slots.take(count - len(slots), generation)
         return slots
@@ -235,8 +196,7 @@ class Pool:
             IndexUnavailableError: the index cannot answer now.
         """
         with self._upkeep:
-            if time.monotonic() - self._kept_at >= _KEEP_EVERY_S or not self.sure:
-                self.keep_segments(index)
+            self.tenure.keep_when_due(index)
             if self._unsettled and self._unsettled.isdisjoint(self._generations):
                 self.reconcile(index, timeout_s)
             gone = self.store.files.drop_lost()
@@ -263,26 +223,6 @@ class Pool:
                 taken_out += index.evict_segment(self.geometry.id_bytes, number, timeout_s)
             self.take_back(taken_out)
             return taken_out
-
-    def keep_segments(self, index: Index) -> None:
-        """Renew the lease on own segments; those that others have taken over are theirs.
-
-        Raises:
-            IndexUnavailableError: the index cannot answer now.
-        """
-        owned = self.store.slots.owned()
-        began = time.monotonic()
-        kept = index.ownership.keep(self.geometry.id_bytes, owned, _WORD_S)
-        lost = [number for number, ours in zip(owned, kept, strict=True) if not ours]
-        for number in lost:
-            self.store.files.drop(number, unlink=False)
-        if lost:
-            logger.warning(
-                "%d segments of %s were taken over by another node", len(lost), self.store.directory
-            )
-        if set(self.store.slots.owned()) <= set(owned):  # a new one is no older than that
-            self._sure_until = began + index.ownership.trusted_s
-        self._kept_at = began
 
     def _describe(self) -> None:
         try:
@@ -315,7 +255,7 @@ class Pool:
         Raises:
             IndexUnavailableError: the index cannot answer now.
         """
-        self.keep_segments(index)
+        self.tenure.keep(index)
         with self._lock:
             writing = set(self._generations)
             # The rebuild may have found what these had written, and they not have published it.
@@ -353,127 +293,10 @@ class Pool:
         """
         if not self.store.slots.has_empty(retired=retired, keep=keep):
             return 0
-        self.keep_segments(index)  # or it would be another's file that goes
+        self.tenure.keep(index)  # or it would be another's file that goes
         empty = self.store.slots.take_empty(retired=retired, keep=keep)
         for number in empty:
             self.store.files.drop(number, unlink=True)
         if empty:
             index.forget_segments(self.geometry.id_bytes, empty, timeout_s)
         return len(empty)
-
-    # -- segments whose writer died ---------------------------------------------------------
-
-    def adopt(self, index: Index, deadline: float, *, now: bool = False) -> int:
-        """Own the segments whose writer is gone, at most every few seconds; how many.
-
-        A whole block that its writer had not yet published is published; a torn one is blanked.
-
-        Raises:
-            IndexUnavailableError: the index cannot answer now; nothing is owned then.
-        """
-        if not self.writer or (time.monotonic() - self._adopted_at < _ADOPT_EVERY_S and not now):
-            return 0
-        self._adopted_at = time.monotonic()
-        if now:
-            there = set(self.store.files.numbers())
-            index.ownership.forget_lost(self.geometry, there, _WORD_S)
-        numbers = self._take_orphans(index)
-        if not numbers:
-            return 0
-        try:
-            taken, dirty = self._recover(index, numbers, deadline)
-        except BaseException:
-            for number in numbers:
-                self.store.files.unlock(number)
-            with contextlib.suppress(IndexUnavailableError):
-                index.ownership.give_up(self.geometry.id_bytes, numbers, _WORD_S)
-            raise
-        for number in numbers:
-            left = [slot.slot for slot in dirty if slot.segment == number]
-            self.store.files.own(number, taken[number], left)
-        return len(numbers)
-
-    def _take_orphans(self, index: Index) -> list[int]:
-        """Lock the segments whose owner is gone, as far as index and locks tell."""
-        name, ownership = self.geometry.id_bytes, index.ownership
-        strangers = self.store.files.strangers()
-        may = ownership.may_take(name, strangers, _WORD_S)
-        began = time.monotonic()
-        locked = self.store.files.lock_orphans(
-            number for number, free in zip(strangers, may, strict=True) if free
-        )
-        try:
-            taken = ownership.take(name, locked, _WORD_S)
-            self._trust(began, ownership.trusted_s)
-        except BaseException:
-            taken = [False] * len(locked)
-            raise
-        finally:
-            for number, ours in zip(locked, taken, strict=True):
-                if not ours:
-                    self.store.files.unlock(number)
-        return [number for number, ours in zip(locked, taken, strict=True) if ours]
-
-    def _recover(
-        self, index: Index, numbers: Sequence[int], deadline: float
-    ) -> tuple[dict[int, dict[int, int]], set[Slot]]:
-        """Make index and store agree about these segments.
-
-        Returns:
-            Generations of the blocks in them by segment and slot, and the free slots in which a
-            valid header may still stand.
-        """
-        taken: dict[int, dict[int, int]] = {number: {} for number in numbers}
-        for entry in index.entries(self.geometry):
-            place = entry.placement
-            if place.segment in taken:
-                taken[place.segment][place.slot] = place.generation
-        freed = index.freed(self.geometry, numbers)
-        released = {(f.slot, f.generation) for f in freed}
-        stale: list[Slot] = []
-        unpublished: list[tuple[Slot, Header]] = []
-        for slot, header in self.store.scan(
-            numbers, skip=lambda seg, n: n in taken[seg], unread=stale
-        ):
-            if (slot, header.generation) in released:
-                stale.append(slot)
-            else:
-                unpublished.append((slot, header))
-        for slot, header, published in self._publish_whole(index, unpublished, deadline):
-            if published:
-                taken[slot.segment][slot.slot] = header.generation
-            else:
-                stale.append(slot)
-        dirty = set(stale) - set(self.store.invalidate(stale, deadline))
-        # What was freed after the entries were read is still in `taken`: upkeep takes it back.
-        settled = [
-            f
-            for f in freed
-            if taken[f.slot.segment].get(f.slot.slot) != f.generation and f.slot not in dirty
-        ]
-        index.forget_freed(settled, max(0.1, deadline - time.monotonic()))
-        return taken, dirty
-
-    def _publish_whole(
-        self, index: Index, found: Sequence[tuple[Slot, Header]], deadline: float
-    ) -> Iterator[tuple[Slot, Header, bool]]:
-        size = self.geometry.block_bytes
-        step = max(1, _VERIFY_BYTES // size)
-        area = aligned(min(step, max(1, len(found))) * size)
-        for first in range(0, len(found), step):
-            part = found[first : first + step]
-            items = [
-                ReadItem(
-                    header.key,
-                    Placement(slot.segment, slot.slot, header.generation),
-                    pieces_of(area[i * size : (i + 1) * size], self.geometry),
-                )
-                for i, (slot, header) in enumerate(part)
-            ]
-            statuses = self.store.read(items, deadline)
-            whole = [i for i, status in enumerate(statuses) if status is ReadStatus.OK]
-            records = [Record(part[i][1].key, part[i][1].parent, items[i].placement) for i in whole]
-            results = index.publish(self.geometry, records, max(0.1, deadline - time.monotonic()))
-            new = {i for i, published in zip(whole, results, strict=True) if published}
-            for i, (slot, header) in enumerate(part):
-                yield slot, header, i in new

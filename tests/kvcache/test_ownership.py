@@ -47,8 +47,8 @@ SHORT_S = 1.0
 @pytest.fixture(autouse=True)
 def _locks_that_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dualpath_storage.backends.posix.fcntl.flock", lambda *_: None)
-    monkeypatch.setattr("dualpath_sglang.pool._KEEP_EVERY_S", 0.0)
-    monkeypatch.setattr("dualpath_sglang.pool._ADOPT_EVERY_S", 0.0)
+    monkeypatch.setattr("dualpath_sglang.tenure._KEEP_EVERY_S", 0.0)
+    monkeypatch.setattr("dualpath_sglang.tenure._ADOPT_EVERY_S", 0.0)
 
 
 @pytest.fixture
@@ -266,8 +266,8 @@ def test_one_pool_that_was_kept_does_not_vouch_for_another(
     b.maintain()
     b.attach(side)
     assert b.attach(side).store.slots.owned()
-    a.attach(OF).keep_segments(a.index)
-    assert a.attach(OF).sure
+    a.attach(OF).tenure.keep(a.index)
+    assert a.attach(OF).tenure.sure
     assert write(other, a, chain("late", 3)) == [DROPPED] * 3
 
 
