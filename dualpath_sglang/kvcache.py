@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from dualpath_sglang.evictor import Evictor
 from dualpath_sglang.index import Index, IndexMisconfiguredError, IndexUnavailableError
@@ -23,6 +22,7 @@ from dualpath_sglang.pool import Pool
 from dualpath_sglang.promises import Promises
 from dualpath_sglang.read_queue import ReadQueue
 from dualpath_sglang.reader import ReadBatch, Reader
+from dualpath_sglang.root import StallWatch, open_root
 from dualpath_sglang.stats import CacheStats, Counters
 from dualpath_sglang.upkeep import Upkeep
 from dualpath_sglang.writer import Writer, WriteResult
@@ -36,8 +36,8 @@ from dualpath_storage import (
     StoreError,
     StoreOptions,
 )
-from dualpath_storage.backends import Backend, PosixBackend
-from dualpath_storage.paths import geometries, on_read_only_mount
+from dualpath_storage.backends import Backend
+from dualpath_storage.paths import geometries
 from dualpath_storage.workers import Workers
 
 __all__ = ["KVCache", "WriteResult"]
@@ -74,23 +74,9 @@ class KVCache:
         index: IndexSource | None = None,
         node: Node | None = None,
     ) -> None:
-        self.options = options
+        self.options, self._backend = open_root(options, backend)
         self.root = options.root
-        try:
-            if not options.read_only and on_read_only_mount(self.root):
-                logger.warning(
-                    "%s cannot be written: its blocks are read, none is stored", self.root
-                )
-                self.options = options = replace(options, read_only=True)
-            if not options.read_only:
-                self.root.mkdir(parents=True, exist_ok=True)
-            if not self.root.is_dir():
-                raise StoreError(f"The store's root {self.root} is not a directory.")
-            self._backend: Backend = backend or PosixBackend(
-                self.root, options.direct_io, writable=not options.read_only
-            )
-        except OSError as error:
-            raise StoreError(f"The store's root {self.root} cannot be used: {error}.") from error
+        options = self.options
         self._source = index or EmbeddedSource()
         self._reporter = None if node is None else Reporter(node)
         self._space = Space(options)
@@ -110,9 +96,9 @@ class KVCache:
         )
         self._reader = Reader(options, self._counters)
         self._writer = Writer(self._evictor, durable=options.durability == "fdatasync")
-        self._stalled = False
         self._readers = Workers(options.io_threads, "dualpath-read")
         self._writers = Workers(options.io_threads, "dualpath-write")
+        self._stalls = StallWatch(options, self._readers, self._writers)
         self._keeper = IndexKeeper(self.root, self._open_index, self._settle)
         try:
             self._keeper.begin()
@@ -365,7 +351,7 @@ class KVCache:
         batch = self._writer.batch(keys, pieces, parent, deadline)
         if pool.writer and keys:
             with self._index_or_none() as index:
-                if not self._stalled and not self._closed and pool.tenure.sure:
+                if not self._stalls.stalled and not self._closed and pool.tenure.sure:
                     self._writer.write(pool, index, batch)
         for name in WriteResult:
             field = "written" if name is WriteResult.STORED else name.value
@@ -504,16 +490,4 @@ class KVCache:
 
     def _index_or_none(self) -> contextlib.AbstractContextManager[Index | None]:
         """The index, or None when it or the store cannot be used; swallows its failures."""
-        return self._keeper.guarded(None if self._hangs() else self._keeper.index)
-
-    def _hangs(self) -> bool:
-        """Whether an I/O has not come back for longer than any deadline; logged as it changes."""
-        limit = max(self.options.read_timeout_s, self.options.write_timeout_s)
-        stalled = max(self._readers.oldest_s(), self._writers.oldest_s()) > limit
-        if stalled != self._stalled:
-            self._stalled = stalled
-            if stalled:
-                logger.error("%s does not answer: every lookup misses until it does", self.root)
-            else:
-                logger.info("%s answers again", self.root)
-        return stalled
+        return self._keeper.guarded(None if self._stalls.look() else self._keeper.index)

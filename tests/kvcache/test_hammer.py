@@ -20,7 +20,7 @@ from tests.support.index_choice import source
 from tests.support.zygote import Zygote
 
 CAPACITY = 4 << 20
-SHORT_S = 8.0
+SHORT_S = 6.0
 LONG_S = 60.0  # what the project promises to survive
 
 

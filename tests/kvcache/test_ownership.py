@@ -41,7 +41,7 @@ from tests.support.toxic_proxy import Toxic, ToxicProxy
 
 OF = geometry("mha")
 KEYS = chain("a", 12)
-SHORT_S = 1.0
+SHORT_S = 0.6
 
 
 @pytest.fixture(autouse=True)
