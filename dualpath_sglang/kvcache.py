@@ -392,7 +392,6 @@ class KVCache:
                 self._counters.removals += len(freed)
                 pool = self._pools.get(geometry.id)
                 if pool is not None:
-                    pool.tenure.keep(index)
                     pool.take_back(freed)
                     pool.give_up_empty(index, timeout_s)
                 self._evictor.remove_orphans(index, geometry, time.monotonic() + timeout_s)

@@ -19,7 +19,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from dualpath_sglang.index.base import IndexDamagedError
 from dualpath_sglang.index.owners import Owner, SegmentOwner
 from dualpath_sglang.index.redis.access import Access, batches
 from dualpath_sglang.index.redis.client import Call, Run, Script
@@ -52,7 +51,7 @@ class RedisOwnership:
         self._access = access
         self._owner = owner
         self._me = owner.machine + owner.name.encode()
-        self._keys = [access.key(name) for name in ("owners", "alive", "index")]
+        self._keys = [access.key(name) for name in ("owners", "alive")]
         self._contact = (-math.inf, -math.inf)
         self._unclaimed: dict[bytes, float] = {}
 
@@ -88,15 +87,13 @@ class RedisOwnership:
                 for name in names[part]
             ]
             arguments = (
-                *(self._access.token, mode, self._me, round(1000 * lease_s)),
+                *(mode, self._me, round(1000 * lease_s)),
                 b"".join(names[part]),
                 int(now - since >= SETTLE_S),
                 "".join("1" if long else "0" for long in seen),
             )
             runs.append(Run(_OWN, self._keys, arguments))
         replies = self._call(runs, timeout_s)
-        if 0 in replies:
-            raise IndexDamagedError("The index in Redis was emptied, with what it knew of owners")
         flags = [flag for reply in replies for flag in reply]
         for name, flag in zip(names, flags, strict=True):
             if flag == _NOBODYS and len(self._unclaimed) < _MOST_UNCLAIMED:
@@ -119,7 +116,7 @@ class RedisOwnership:
             self._call([("HDEL", self._keys[0], *fields)], timeout_s)
 
     def owners(self, timeout_s: float) -> dict[tuple[bytes, int], SegmentOwner]:
-        ((rows, heard),) = self._call([Run(_OWNERS, self._keys[:2], [])], timeout_s)
+        ((rows, heard),) = self._call([Run(_OWNERS, self._keys, [])], timeout_s)
         silent = dict(zip(heard[::2], heard[1::2], strict=True))
         return {
             _unpacked(name): SegmentOwner(
@@ -132,7 +129,7 @@ class RedisOwnership:
     def inherit(
         self, name: str, silent_s: float, timeout_s: float
     ) -> list[tuple[bytes, int]] | None:
-        run = Run(_INHERIT, self._keys[:2], [self._me, name, round(1000 * silent_s)])
+        run = Run(_INHERIT, self._keys, [self._me, name, round(1000 * silent_s)])
         (packed,) = self._call([run], timeout_s)
         if packed == 0:
             return None

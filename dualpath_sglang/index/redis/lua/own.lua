@@ -1,13 +1,11 @@
--- After clock.lua. KEYS: owners, alive, marker; ARGV: token of the index, mode, owner (machine (16),
--- name), lease (ms), segments (geometry id, u32), '1' if the caller has been in touch for a while,
--- '1' or '0' for each segment: whether the caller has seen for a lease that it is nobody's.
+-- After clock.lua. KEYS: owners, alive; ARGV: mode, owner (machine (16), name), lease (ms), segments
+-- (geometry id, u32), '1' if the caller has been in touch for a while, '1' or '0' for each segment:
+-- whether the caller has seen for a lease that it is nobody's.
 -- Modes: 'keep' what the caller has, 'take' what nobody has, or 'ask' whether it may.
--- Answers '1' for each that it has now, or may take, '0' for others' and '?' for nobody's; or 0 when
--- the index is not the one that the caller knows.
-if redis.call('HGET', KEYS[3], 'token') ~= ARGV[1] then return 0 end
-local OWNERS, ALIVE, mode, me, lease = KEYS[1], KEYS[2], ARGV[2], ARGV[3], tonumber(ARGV[4])
+-- Answers '1' for each that it has now, or may take, '0' for others' and '?' for nobody's.
+local OWNERS, ALIVE, mode, me, lease = KEYS[1], KEYS[2], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local now, out, mine, names, NAME = now_ms(), {}, {}, {}, 20
-for at = 1, #ARGV[5], NAME do names[#names + 1] = string.sub(ARGV[5], at, at + NAME - 1) end
+for at = 1, #ARGV[4], NAME do names[#names + 1] = string.sub(ARGV[4], at, at + NAME - 1) end
 
 local function silent(owner)
   local heard = redis.call('HGET', ALIVE, owner)
@@ -21,11 +19,11 @@ local function verdict(owner, seen)
   if owner and string.sub(owner, 1, 16) == string.sub(me, 1, 16) then return '1' end
   local since = owner and silent(owner)
   if not since then return seen == '1' and '1' or '?' end
-  return ARGV[6] == '1' and since >= lease and '1' or '0'
+  return ARGV[5] == '1' and since >= lease and '1' or '0'
 end
 
 for i, owner in ipairs(redis.call('HMGET', OWNERS, unpack(names))) do
-  out[i] = verdict(owner, string.sub(ARGV[7], i, i))
+  out[i] = verdict(owner, string.sub(ARGV[6], i, i))
   if out[i] == '1' and owner ~= me then
     mine[#mine + 1] = names[i]
     mine[#mine + 1] = me
