@@ -1,0 +1,262 @@
+"""What the node agent costs, against a bare pair of processes that send and receive.
+
+``python -m bench.agent --json FILE``. Rows: {what, layer_kib, layers, gb_s, of_bare,
+cpu_s_per_gb, cpu_of_bare}, medians over rounds that take turns.
+
+| what | |
+|---|---|
+| ``bare`` | ``sendall`` and ``recv_into`` over loopback, 1 MiB at a time, nothing looked at |
+| ``memory`` | a fetch of blocks that the agent has in memory; checksums are checked on arrival |
+| ``storage`` | the same blocks when it must read them first, from a warm page cache |
+
+CPU seconds are those of both processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import xxhash
+from rich.console import Console
+from rich.table import Table
+
+from bench.measure import BenchError, median, write_rows
+from dualpath_sglang.kvcache import KVCache
+from dualpath_sglang.node.agent import Agent
+from dualpath_sglang.transport.base import Destination, End, FetchRequest, Load
+from dualpath_sglang.transport.client import Connection, PeerAddress
+from dualpath_sglang.transport.server import Server
+from dualpath_storage import Geometry, StoreOptions, pieces_of
+
+LAYERS = 32
+_STEP_BYTES = 1 << 20
+_SOCKET_BYTES = 4 << 20
+_TIMEOUT_S = 120.0
+WHATS = ("bare", "memory", "storage")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to get the same bytes.
+
+    Args:
+        of_bare, cpu_of_bare: the figures before them, as multiples of those of ``bare``.
+    """
+
+    what: str
+    layer_kib: int
+    layers: int
+    gb_s: float
+    of_bare: float
+    cpu_s_per_gb: float
+    cpu_of_bare: float
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What is moved."""
+
+    geometry: Geometry
+    keys: Sequence[bytes]
+
+    @property
+    def size(self) -> int:
+        return len(self.keys) * self.geometry.block_bytes
+
+
+class Checked:
+    """A fetch whose bytes are compared with their checksums as they arrive."""
+
+    def __init__(self, destination: Destination) -> None:
+        self.destination = destination
+        self.bad = 0
+        self.end = End.LOST
+
+    def landed(self, layer: int, first: int, checksums: Sequence[int]) -> None:
+        for i, checksum in enumerate(checksums, first):
+            (view,) = self.destination.views(layer, i, 1)
+            self.bad += xxhash.xxh3_64_intdigest(view) != checksum
+
+    def missing(self, blocks: Sequence[int]) -> None:
+        self.bad += len(blocks)
+
+    def ended(self, end: End, load: Load | None) -> None:
+        del load
+        self.end = end
+
+
+def blocks_of(layer_kib: int, count: int) -> Blocks:
+    """Blocks of a model with layers of that size."""
+    geometry = Geometry(
+        model="bench",
+        weights="0",
+        pool="kv",
+        dtype="bfloat16",
+        page_tokens=64,
+        layers=LAYERS,
+        layer_bytes=layer_kib << 10,
+        form="mha k[token] v[token]",
+    )
+    keys = [hashlib.sha256(str(i).encode()).digest() for i in range(count)]
+    return Blocks(geometry, keys)
+
+
+def serve(root: Path, blocks: Blocks, pipe: Pipe) -> None:
+    """The other process: stores the blocks, then serves them, and as many bare bytes."""
+    options = StoreOptions(root, 4 * blocks.size, min_free_fraction=0, direct_io="off")
+    with KVCache(options) as cache:
+        pool = cache.attach(blocks.geometry)
+        data = memoryview(bytearray(os.urandom(blocks.geometry.block_bytes)))
+        for key in blocks.keys:
+            cache.write(pool, [key], [pieces_of(data, blocks.geometry)])
+        agent = Agent(cache, 2 * blocks.size)
+        server = Server(agent)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            pipe.send((server.port, listener.getsockname()[1]))
+            step = os.urandom(_STEP_BYTES)
+            while (asked := pipe.recv()) != "end":
+                if asked == "bare":
+                    client, _ = listener.accept()
+                    with client:
+                        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+                        for _ in range(blocks.size // _STEP_BYTES):
+                            client.sendall(step)
+                elif asked == "forget":
+                    agent.blocks.clear()
+                pipe.send(time.process_time())
+        server.close()
+        agent.close()
+
+
+@contextlib.contextmanager
+def serving(root: Path, blocks: Blocks) -> Iterator[tuple[Pipe, int, int]]:
+    """A process that serves; the pipe to it, and its two ports."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(root, blocks, theirs), daemon=True
+    )
+    process.start()
+    try:
+        if not ours.poll(_TIMEOUT_S):
+            raise BenchError("The serving process does not come up")
+        port, bare_port = ours.recv()
+        yield ours, port, bare_port
+        ours.send("end")
+        process.join(_TIMEOUT_S)
+    finally:
+        process.kill()
+
+
+def ask(pipe: Pipe, what: str) -> float:
+    """Have the other process do something; its CPU seconds so far."""
+    pipe.send(what)
+    seconds: float = pipe.recv()
+    return seconds
+
+
+def timed(pipe: Pipe, call: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of a call, and CPU seconds of both processes for it."""
+    theirs, ours, began = ask(pipe, "time"), time.process_time(), time.perf_counter()
+    call()
+    wall, ours = time.perf_counter() - began, time.process_time() - ours
+    return wall, ours + ask(pipe, "time") - theirs
+
+
+def measure(blocks: Blocks, root: Path, rounds: int) -> list[Row]:
+    """All three, round by round."""
+    memory = memoryview(bytearray(blocks.size))
+    memory[::4096] = b"\1" * len(memory[::4096])  # or the first to use it pays for its pages
+    seconds: dict[str, list[tuple[float, float]]] = {what: [] for what in WHATS}
+    with serving(root, blocks) as (pipe, port, bare_port):
+        connection = Connection(PeerAddress("127.0.0.1", port), time.monotonic() + 10.0)
+
+        def bare() -> None:
+            pipe.send("bare")
+            with socket.create_connection(("127.0.0.1", bare_port)) as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
+                done = 0
+                while done < blocks.size // _STEP_BYTES * _STEP_BYTES:
+                    done += sock.recv_into(memory[done : done + _STEP_BYTES])
+            pipe.recv()
+
+        def fetch() -> None:
+            layers, size = blocks.geometry.layers, blocks.geometry.layer_bytes
+            request = FetchRequest(blocks.geometry.id_bytes, blocks.keys, 0, layers, _TIMEOUT_S)
+            told = Checked(Destination.of_layers(memory, size, len(blocks.keys)))
+            connection.fetch(request, told.destination, told).wait(_TIMEOUT_S)
+            if told.end is not End.OK or told.bad:
+                raise BenchError(f"A fetch ended {told.end.name}, with {told.bad} bad Layer Blocks")
+
+        for _ in range(rounds):
+            seconds["bare"].append(timed(pipe, bare))
+            ask(pipe, "forget")
+            seconds["storage"].append(timed(pipe, fetch))
+            seconds["memory"].append(timed(pipe, fetch))
+        connection.close()
+    return [row(what, blocks, seconds) for what in WHATS]
+
+
+def row(what: str, blocks: Blocks, seconds: dict[str, list[tuple[float, float]]]) -> Row:
+    """Medians of all rounds."""
+    gigabytes = blocks.size / 1e9
+    wall, cpu = (median(column) for column in zip(*seconds[what], strict=True))
+    bare_wall, bare_cpu = (median(column) for column in zip(*seconds["bare"], strict=True))
+    return Row(
+        what,
+        blocks.geometry.layer_bytes >> 10,
+        blocks.geometry.layers,
+        round(gigabytes / wall, 3),
+        round(bare_wall / wall, 3),
+        round(cpu / gigabytes, 3),
+        round(cpu / bare_cpu, 3),
+    )
+
+
+def main(
+    json: Annotated[Path | None, typer.Option(help="write the rows here")] = None,
+    layer_kib: Annotated[str, typer.Option(help="KiB of a Layer Block, comma-separated")] = "16,64",
+    size_mib: Annotated[int, typer.Option(min=1, help="MiB of one fetch")] = 512,
+    rounds: Annotated[int, typer.Option(min=1, help="rounds, of which the medians count")] = 7,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="where the store is put; default: here")
+    ] = None,
+) -> None:
+    """Measure what the node agent adds to bare sockets."""
+    root = directory or Path(__file__).resolve().parents[1]
+    rows: list[Row] = []
+    for kib in (int(text) for text in layer_kib.split(",")):
+        count = max(1, (size_mib << 10) // (kib * LAYERS))
+        with tempfile.TemporaryDirectory(prefix=".bench-", dir=root) as base:
+            rows += measure(blocks_of(kib, count), Path(base), rounds)
+        Console(stderr=True).print(f"{kib} KiB: {count} blocks", style="dim")
+    table = Table(title=f"{size_mib} MiB a fetch, blocks of {LAYERS} layers")
+    for column in ("what", "layer KiB", "GB/s", "of bare", "CPU s/GB", "of bare"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for each in rows:
+        table.add_row(
+            each.what,
+            str(each.layer_kib),
+            f"{each.gb_s:.2f}",
+            f"{each.of_bare:.2f}",
+            f"{each.cpu_s_per_gb:.3f}",
+            f"{each.cpu_of_bare:.2f}",
+        )
+    Console().print(table)
+    if json is not None:
+        write_rows(json, rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)
