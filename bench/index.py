@@ -46,7 +46,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.index_candidates import CANDIDATES, Redis
+from bench.index_candidates import CANDIDATES, Ours, Redis
 from bench.measure import median, percentile, write_rows
 from dualpath_sglang.index import Record
 from dualpath_storage import NO_PARENT, Placement
@@ -123,6 +123,10 @@ def measure(name: str, path: Path, blocks: int, counts: Sequence[int], calls: in
         asked = rng.choice(keys)[:BATCH]
         places = timed("lookup", len(asked), lambda: index.lookup(asked))  # noqa: B023
         assert isinstance(places, list) and None not in places
+    if isinstance(index, Ours):
+        total = blocks + calls * BATCH
+        for _ in range(3):
+            assert timed("scan", total, index.scan) == total
     if name != "lmdb":
         for _ in range(calls):
             asked = rng.choice(keys)

@@ -50,7 +50,8 @@ def test_the_command_writes_rows(tmp_path: Path) -> None:
     rows = json.loads(out.read_text())
     assert {row["index"] for row in rows} == set(CANDIDATES)
     assert "left out" not in done.stderr
-    assert {row["op"] for row in rows} == {"publish", "exists", "lookup", "touch", "evict"}
+    ops = {"publish", "exists", "lookup", "touch", "evict", "scan"}
+    assert {row["op"] for row in rows} == ops
     for row in rows:
         assert set(row) == {"index", "op", "n", "p50_ms", "p99_ms", "per_s", "bytes_per_block"}
         assert 0 < row["p50_ms"] <= row["p99_ms"]
