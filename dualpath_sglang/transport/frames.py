@@ -22,7 +22,8 @@ Every frame begins with 24 bytes, integers in network order:
 
 All bodies but that of DATA end with their crc32, and are bounded before they are read. A frame that
 does not check ends the connection: after it nobody knows where the next one begins. Payload is
-checked block by block, so that a flipped bit in it costs one block.
+checked block by block, so that a flipped bit in it costs one block. That a piece is of the block
+that it says is the word of the peer, which has proved that it knows the secret.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ def to_a_client(cases: int, rng: random.Random) -> None:
                 (view,) = fetched.destination.views(layer, i, 1)
                 told = xxhash.xxh3_64_intdigest(view) == checksum
                 right = view == layer_block(fetched.request.keys[i], layer)
-                # What passes its checksum is right, unless the peer lies about both.
+                # What passes its checksum is right, unless the peer itself lies.
                 assert right or not told or checksum == LIE
             connection.close()
     assert threading.active_count() <= threads + 1
@@ -228,7 +228,7 @@ def to_client(number: int, request: FetchRequest, rng: random.Random) -> bytes:
     if what < 0.9:
         kind = rng.choice([Kind.DATA, Kind.MISSING, Kind.END, Kind.FETCH, Kind.CANCEL])
         bodies = {
-            Kind.DATA: front + data,
+            Kind.DATA: frames.data_front([LIE]) + bytes(LAYER_BYTES),
             Kind.MISSING: frames.missing_body([0, block]),
             Kind.END: frames.end_body(Load(3, 4)),
         }
