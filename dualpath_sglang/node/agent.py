@@ -19,7 +19,8 @@ from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.node.block_cache import BlockCache, CachedBlock, NoRoomError
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.streaming.landing import DONE, Fence, Landed, Staged
-from dualpath_sglang.streaming.load import LoadRequest, PoolLoad
+from dualpath_sglang.streaming.load import Load as StreamLoad
+from dualpath_sglang.streaming.load import LoadRequest, Outcome, PoolLoad
 from dualpath_sglang.streaming.options import StreamOptions
 from dualpath_sglang.streaming.streamer import LayerStreamer
 from dualpath_sglang.transport.base import End, FetchRequest, Load, Missing, Piece, Served
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 _GROUP = 16
 """Blocks of one request of the streamer: they fail together."""
 _PIECE_BYTES = 1 << 20
+_READ_S = 60.0
 _LOOK_EVERY_S = 1.0
 
 
@@ -77,11 +79,16 @@ class Agent:
             blocks, new = self.blocks.pin(pool.geometry, [request.keys[i] for i in there])
         except NoRoomError:
             return End.BUSY
+        if new:
+            reading = [blocks[i] for i in new]
+            try:
+                self._read(pool, [request.keys[there[i]] for i in new], reading)
+            except BaseException:
+                self.blocks.settle(reading)
+                self.blocks.unpin(blocks)
+                raise
         by_number = dict(zip(there, blocks, strict=True))
         fetch = _Fetch(self.blocks, pool.geometry, request, by_number, deadline)
-        if new:
-            keys = [request.keys[there[i]] for i in new]
-            self._read(pool, keys, [blocks[i] for i in new], deadline)
         return self._serving(fetch, blocks)
 
     @contextlib.contextmanager
@@ -104,34 +111,37 @@ class Agent:
                     )
             return self._pools.get(geometry_id)
 
-    def _read(
-        self, pool: Pool, keys: Sequence[bytes], blocks: Sequence[CachedBlock], deadline: float
-    ) -> None:
-        """Have new blocks read, until the deadline; other fetches may wait for them too."""
+    def _read(self, pool: Pool, keys: Sequence[bytes], blocks: Sequence[CachedBlock]) -> None:
+        """Have new blocks read; not by the deadline of a fetch, for others may wait too."""
         layers = pool.geometry.layers
         landing = _CacheLanding(self.blocks, blocks)
+        groups = {
+            f"fetch-{next(self._names)}": range(first, min(first + _GROUP, len(keys)))
+            for first in range(0, len(keys), _GROUP)
+        }
         requests = [
             LoadRequest(
-                f"fetch-{next(self._names)}",
-                [
-                    PoolLoad(
-                        pool,
-                        landing,
-                        keys[first : first + _GROUP],
-                        range(first, min(first + _GROUP, len(keys))),
-                        range(layers),
-                    )
-                ],
+                name, [PoolLoad(pool, landing, [keys[i] for i in group], group, range(layers))]
             )
-            for first in range(0, len(keys), _GROUP)
+            for name, group in groups.items()
         ]
+        begun: list[StreamLoad] = []
+        starting = threading.RLock()
 
         def on_layer(layer: int, fences: Sequence[Fence]) -> None:
             del fences
-            if layer == layers - 1:  # nothing lands after the last one
-                self.blocks.settle(blocks)
+            if layer < layers - 1:
+                return
+            with starting:  # nothing lands after the last layer
+                results = begun[0].wait(0.0) if begun else {}
+            missed = [n for n, result in results.items() if result.outcome is Outcome.MISS]
+            self.blocks.settle(blocks, {i for name in missed for i in groups[name]})
 
-        self._streamer.start(requests, layers=layers, deadline=deadline, on_layer=on_layer)
+        deadline = time.monotonic() + _READ_S
+        with starting:
+            begun.append(
+                self._streamer.start(requests, layers=layers, deadline=deadline, on_layer=on_layer)
+            )
 
     def close(self) -> None:
         """End every read. No fetch may be under way."""
@@ -195,7 +205,10 @@ class _Fetch:
             left_s = max(0.0, self._deadline - time.monotonic())
             if not self._cache.changed.wait_for(settled, left_s):
                 raise TimeoutError
-        return [i for i, block in blocks if not block.landed[layer]]
+        failed = [(i, block) for i, block in blocks if not block.landed[layer]]
+        if not all(block.missing for _, block in failed) and not self._cancelled:
+            raise TimeoutError  # the store may have it, and does not answer
+        return [i for i, _ in failed]
 
     def _pieces(self, layer: int, numbers: Sequence[int]) -> Iterator[Piece]:
         """Runs of blocks that are there."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from dualpath_storage import Geometry
 from dualpath_storage.memory import aligned
@@ -26,7 +26,7 @@ class CachedBlock:
         layers: of its geometry.
     """
 
-    __slots__ = ("checksums", "failed", "landed", "memory", "name", "users")
+    __slots__ = ("checksums", "failed", "landed", "memory", "missing", "name", "users")
 
     def __init__(self, name: tuple[bytes, bytes], memory: memoryview, layers: int) -> None:
         self.name = name
@@ -34,6 +34,8 @@ class CachedBlock:
         self.checksums: list[int] = [0] * layers
         self.landed = bytearray(layers)
         self.failed = False
+        self.missing = False
+        """Whether it failed because the store does not have it; else it may be tried again."""
         self.users = 0
 
 
@@ -50,46 +52,52 @@ class BlockCache:
         """Notified whenever a layer lands or a block fails."""
         self.hits = 0
         """Blocks that were there, or on their way, when somebody wanted them."""
-        self._blocks: OrderedDict[tuple[bytes, bytes], CachedBlock] = OrderedDict()
+        self._blocks: dict[tuple[bytes, bytes], CachedBlock] = {}
+        self._idle: OrderedDict[tuple[bytes, bytes], CachedBlock] = OrderedDict()
         self._spare: dict[int, list[memoryview]] = {}
         self._allocated_bytes = 0
+        self._used_bytes = 0
 
     @property
     def used_bytes(self) -> int:
         """Memory that blocks take, spare memory included."""
         return self._allocated_bytes
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Memory of blocks that somebody reads or sends."""
+        return self._used_bytes
+
     def pin(self, geometry: Geometry, keys: Sequence[bytes]) -> tuple[list[CachedBlock], list[int]]:
         """Blocks that stay until :meth:`unpin`, and the positions of those that are new.
 
-        Whoever gets a new one has it read, and pins it once more for the reading.
+        Whoever gets a new one has it read, and calls :meth:`settle` when that is over.
 
         Raises:
-            NoRoomError: there is no room for all of them.
+            NoRoomError: there is no room for all of them; nothing was given up for them.
         """
+        names = [(geometry.id_bytes, key) for key in keys]
         with self.changed:
+            if self._used_bytes + self._unused_bytes(geometry, names) > self.capacity_bytes:
+                raise NoRoomError
             pinned: list[CachedBlock] = []
             new: list[int] = []
             try:
-                for i, key in enumerate(keys):
-                    name = (geometry.id_bytes, key)
+                for i, name in enumerate(names):
                     block = self._blocks.get(name)
                     if block is None or block.failed:
                         memory = self._memory(geometry.block_bytes)
-                        block = CachedBlock(name, memory, geometry.layers)
-                        self._blocks[name] = block
-                        block.users += 1  # of the reading
+                        block = self._blocks[name] = CachedBlock(name, memory, geometry.layers)
+                        self._pin(block)  # for the reading
                         new.append(i)
                     else:
                         self.hits += 1
-                    block.users += 1
-                    self._blocks.move_to_end(name)
+                    self._pin(block)
                     pinned.append(block)
-            except NoRoomError:
+            except BaseException:  # the system has no memory
                 for i in new:
-                    pinned[i].users -= 1
                     pinned[i].failed = True
-                self._unpin(pinned)
+                self._unpin([*pinned, *(pinned[i] for i in new)])
                 raise
             return pinned, new
 
@@ -98,42 +106,66 @@ class BlockCache:
         with self.changed:
             self._unpin(blocks)
 
-    def settle(self, blocks: Iterable[CachedBlock]) -> None:
-        """The reading of these is over: what has not landed by now never will."""
+    def settle(self, blocks: Iterable[CachedBlock], missing: Container[int] = ()) -> None:
+        """The reading of these is over: what has not landed by now never will.
+
+        Args:
+            missing: positions of those that the store does not have.
+        """
         with self.changed:
-            for block in blocks:
+            for i, block in enumerate(blocks):
                 if not all(block.landed):
-                    block.failed = True
+                    block.failed, block.missing = True, i in missing
                 self._unpin([block])
             self.changed.notify_all()
 
     def clear(self) -> None:
         """Forget every block that nobody uses."""
         with self.changed:
-            for block in [b for b in self._blocks.values() if not b.users]:
-                self._give_back(block)
+            while self._idle:
+                self._give_back(self._idle.popitem()[1])
             for size, spare in self._spare.items():
                 self._allocated_bytes -= size * len(spare)
             self._spare.clear()
+
+    # -- with the lock held -----------------------------------------------------------------
+
+    def _unused_bytes(self, geometry: Geometry, names: Iterable[tuple[bytes, bytes]]) -> int:
+        """Memory of those that nobody uses now, or that are to be made."""
+        count = 0
+        for name in dict.fromkeys(names):
+            block = self._blocks.get(name)
+            count += block is None or block.failed or not block.users
+        return count * geometry.block_bytes
+
+    def _pin(self, block: CachedBlock) -> None:
+        if not block.users:
+            self._used_bytes += len(block.memory)
+            self._idle.pop(block.name, None)
+        block.users += 1
 
     def _unpin(self, blocks: Iterable[CachedBlock]) -> None:
         for block in blocks:
             block.users -= 1
             assert block.users >= 0
-            if block.failed and not block.users:
+            if block.users:
+                continue
+            self._used_bytes -= len(block.memory)
+            if block.failed:
                 self._give_back(block)
+            else:
+                self._idle[block.name] = block
 
     def _memory(self, size: int) -> memoryview:
         spare = self._spare.get(size)
-        if spare:
-            return spare.pop()
-        while self._allocated_bytes + size > self.capacity_bytes:
+        while not spare and self._allocated_bytes + size > self.capacity_bytes:
             self._make_room(size)
             spare = self._spare.get(size)
-            if spare:
-                return spare.pop()
+        if spare:
+            return spare.pop()
+        memory = aligned(size)[:size]
         self._allocated_bytes += size
-        return aligned(size)[:size]
+        return memory
 
     def _make_room(self, size: int) -> None:
         for other, spare in self._spare.items():
@@ -141,10 +173,7 @@ class BlockCache:
                 spare.pop()
                 self._allocated_bytes -= other
                 return
-        oldest = next((block for block in self._blocks.values() if not block.users), None)
-        if oldest is None:
-            raise NoRoomError
-        self._give_back(oldest)
+        self._give_back(self._idle.popitem(last=False)[1])
 
     def _give_back(self, block: CachedBlock) -> None:
         if self._blocks.get(block.name) is block:  # a failed one may have a successor

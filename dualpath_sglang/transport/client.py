@@ -1,8 +1,8 @@
 """Fetching Layer Blocks from a peer over TCP: many fetches on one connection.
 
-One thread receives, straight into the destinations. A fetch that is given up never has its memory
-written to afterwards: whoever gives it up waits for the piece that is under way, and ends the
-connection when that takes too long.
+One thread receives, straight into the destinations, each Layer Block once and in order. A fetch
+ends at its deadline, or when it is given up; its memory is never written to afterwards: whoever
+gives it up waits for the piece that is under way, and ends the connection when that takes too long.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import socket
 import ssl
 import threading
 import time
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dualpath_sglang.transport import frames
@@ -36,7 +38,7 @@ _PIECE_S = 10.0
 _GRACE_S = 0.5
 _SCRATCH_BYTES = 1 << 16
 _MOST_GONE = 1024
-_FOREVER = float("inf")
+_LOOK_EVERY_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +71,61 @@ class Fetch:
     number: int
     deadline: float
     done: threading.Event = field(default_factory=threading.Event)
+    _next: array[int] = field(init=False)
+    """By block: the layer that comes next; one past the last when nothing more does."""
+    _left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        count = len(self.request.keys)
+        self._next = array("H", [self.request.first_layer]) * count
+        self._left = count * (self.request.end_layer - self.request.first_layer)
 
     def wait(self, timeout_s: float) -> bool:
         """Until it has ended; whether it has."""
         return self.done.wait(timeout_s)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of one Layer Block."""
+        return self.destination.layer_bytes
+
+    @property
+    def complete(self) -> bool:
+        """Whether every Layer Block has come, or was said to be missing."""
+        return self._left == 0
+
+    def expect(self, layer: int, first: int, count: int) -> None:
+        """Layer Blocks come now.
+
+        Raises:
+            PeerLostError: they have come before, or it is not their turn.
+        """
+        turn = array("H", [layer]) * count
+        if self._next[first : first + count] != turn:
+            raise PeerLostError("Layer Blocks came twice, or not in their order")
+        self._next[first : first + count] = array("H", [layer + 1]) * count
+        self._left -= count
+
+    def lack(self, blocks: Sequence[int]) -> None:
+        """Nothing more of these blocks comes.
+
+        Raises:
+            PeerLostError: that was known.
+        """
+        for block in blocks:
+            more = self.request.end_layer - self._next[block]
+            if more <= 0:
+                raise PeerLostError("a block is said to be missing that is not")
+            self._left -= more
+            self._next[block] = self.request.end_layer
+
+
+@dataclass(frozen=True, slots=True)
+class _Gone:
+    """What is still to be known of a fetch that was given up: nothing that holds its memory."""
+
+    request: FetchRequest
+    layer_bytes: int
 
 
 class Connection:
@@ -95,11 +148,11 @@ class Connection:
             self._io.close()
             raise
         self._lock = threading.Lock()
-        self._sending = threading.Lock()
         self._piece_over = threading.Condition(self._lock)
         self._fetches: dict[int, Fetch] = {}
-        self._gone: dict[int, Fetch] = {}
+        self._gone: dict[int, _Gone] = {}
         self._receiving: Fetch | None = None
+        self._telling: Fetch | None = None
         self._number = 0
         self._lost: str | None = None
         self.load: Load | None = None
@@ -129,32 +182,47 @@ class Connection:
         with self._lock:
             if self._lost is not None:
                 raise PeerLostError(self._lost)
-            self._number = (self._number + 1) & 0xFFFFFFFF
+            self._number = self._free_number()
             deadline = time.monotonic() + request.timeout_s
             fetch = Fetch(request, destination, told, self._number, deadline)
             self._fetches[fetch.number] = fetch
         body = frames.fetch_body(request)
-        self._send(Head(Kind.FETCH, fetch.number, length=len(body)), body, deadline)
+        if not self._send(Head(Kind.FETCH, fetch.number, length=len(body)), body, deadline):
+            self._end(fetch, End.TIMEOUT)
         return fetch
 
-    def cancel(self, fetch: Fetch, end: End = End.CANCELLED) -> None:
-        """End a fetch, if it has not ended; nothing writes to its destination afterwards."""
-        with self._lock:
-            if self._fetches.pop(fetch.number, None) is None:
-                return
-            self._gone[fetch.number] = fetch
-            while len(self._gone) > _MOST_GONE:
-                del self._gone[next(iter(self._gone))]
-            if threading.current_thread() is not self._thread:
-                self._wait_for_piece(fetch)
-        self._send(Head(Kind.CANCEL, fetch.number), b"", time.monotonic() + _SEND_S)
-        self._tell_end(fetch, end, None)
-
-    def _wait_for_piece(self, fetch: Fetch) -> None:
+    def _free_number(self) -> int:
         """With the lock held."""
-        if not self._piece_over.wait_for(lambda: self._receiving is not fetch, _GRACE_S):
-            self._io.shut()
-            self._piece_over.wait_for(lambda: self._receiving is not fetch)
+        number = self._number
+        while True:
+            number = (number + 1) & 0xFFFFFFFF
+            if number not in self._fetches and number not in self._gone:
+                return number
+
+    def cancel(self, fetch: Fetch, end: End = End.CANCELLED) -> None:
+        """End a fetch, if it has not ended; nothing writes to its destination afterwards.
+
+        Waits for a callback of it that is under way, but not for long.
+        """
+        if self._end(fetch, end):
+            self._send(Head(Kind.CANCEL, fetch.number), b"", time.monotonic() + _SEND_S)
+
+    def _end(self, fetch: Fetch, end: End) -> bool:
+        """Whether it had not ended before."""
+        with self._lock:
+            ours = self._fetches.pop(fetch.number, None) is fetch
+            if ours:
+                self._gone[fetch.number] = _Gone(fetch.request, fetch.destination.layer_bytes)
+                while len(self._gone) > _MOST_GONE:
+                    del self._gone[next(iter(self._gone))]
+            if threading.current_thread() is not self._thread:
+                if not self._piece_over.wait_for(lambda: self._receiving is not fetch, _GRACE_S):
+                    self._io.shut()
+                    self._piece_over.wait_for(lambda: self._receiving is not fetch, _PIECE_S)
+                self._piece_over.wait_for(lambda: self._telling is not fetch, _GRACE_S)
+        if ours:
+            self._tell_end(fetch, end, None)
+        return ours
 
     def close(self) -> None:
         """End the connection and every fetch on it."""
@@ -164,14 +232,15 @@ class Connection:
 
     # -- sending ----------------------------------------------------------------------------
 
-    def _send(self, head: Head, body: bytes, deadline: float) -> None:
-        """A failure ends the connection, and so the fetch: nobody else need be told."""
-        deadline = min(deadline, time.monotonic() + _SEND_S)
+    def _send(self, head: Head, body: bytes, deadline: float) -> bool:
+        """Whether it could be sent in time; a failure ends the connection, and so every fetch."""
         try:
-            with self._sending:
-                self._io.send([head.pack(), body], deadline)
+            self._io.send([head.pack(), body], min(deadline, time.monotonic() + _SEND_S))
+        except TimeoutError:
+            return False
         except PeerLostError:
             self._io.shut()
+        return True
 
     # -- receiving --------------------------------------------------------------------------
 
@@ -179,8 +248,10 @@ class Connection:
         why = "the connection was closed"
         try:
             while True:
-                head = Head.unpack(self._io.receive(HEAD_BYTES, _FOREVER))
-                self._take(head, time.monotonic() + _PIECE_S)
+                if self._io.readable(self._next_deadline()):
+                    deadline = time.monotonic() + _PIECE_S
+                    self._take(Head.unpack(self._io.receive(HEAD_BYTES, deadline)), deadline)
+                self._expire()
         except TransportError as error:
             why = str(error)
         except Exception as error:
@@ -190,30 +261,44 @@ class Connection:
             self._lost = f"{self.address}: {why}"
             left = list(self._fetches.values())
             self._fetches.clear()
-            self._receiving = None
+            self._gone.clear()
+            self._receiving = self._telling = None
             self._piece_over.notify_all()
         self._io.close()
         for fetch in left:
             self._tell_end(fetch, End.LOST, None)
 
+    def _next_deadline(self) -> float:
+        soon = time.monotonic() + _LOOK_EVERY_S  # a new fetch may end earlier than the others
+        with self._lock:
+            return min((fetch.deadline for fetch in self._fetches.values()), default=soon)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            late = [fetch for fetch in self._fetches.values() if fetch.deadline <= now]
+        for fetch in late:
+            self.cancel(fetch, End.TIMEOUT)
+
     def _take(self, head: Head, deadline: float) -> None:
         with self._lock:
             fetch = self._fetches.get(head.request)
             gone = self._gone.get(head.request)
-        if head.kind is Kind.DATA:
-            self._take_data(head, fetch, gone, deadline)
-            return
-        if head.kind not in (Kind.MISSING, Kind.END) or (fetch or gone) is None:
-            raise PeerLostError("a frame came that answers nothing")
-        body = self._io.receive(head.length, deadline)
-        if head.kind is Kind.END:
-            self._take_end(head, body)
-            return
         known = fetch or gone
-        assert known is not None
-        blocks = frames.parse_missing(body, len(known.request.keys))
-        if fetch is not None:
-            fetch.told.missing(blocks)
+        if known is None:
+            raise PeerLostError("a frame came that answers nothing")
+        if head.kind is Kind.DATA:
+            self._take_data(head, known, deadline)
+        elif head.kind is Kind.MISSING:
+            body = self._io.receive(head.length, deadline)
+            blocks = frames.parse_missing(body, len(known.request.keys))
+            if fetch is not None:
+                fetch.lack(blocks)
+                self._tell(fetch, lambda: fetch.told.missing(blocks))
+        elif head.kind is Kind.END:
+            self._take_end(head, self._io.receive(head.length, deadline))
+        else:
+            raise PeerLostError("it sent what only a client sends")
 
     def _take_end(self, head: Head, body: bytes) -> None:
         end, self.load = frames.parse_end(head, body)
@@ -221,15 +306,12 @@ class Connection:
             fetch = self._fetches.pop(head.request, None)
             self._gone.pop(head.request, None)
         if fetch is not None:
+            # It says that all was sent; what came says so too, or it is not so.
+            end = End.FAILED if end is End.OK and not fetch.complete else end
             self._tell_end(fetch, end, self.load)
 
-    def _take_data(
-        self, head: Head, fetch: Fetch | None, gone: Fetch | None, deadline: float
-    ) -> None:
-        known = fetch or gone
-        if known is None:
-            raise PeerLostError("a piece came that nobody asked for")
-        request, layer_bytes = known.request, known.destination.layer_bytes
+    def _take_data(self, head: Head, known: Fetch | _Gone, deadline: float) -> None:
+        request, layer_bytes = known.request, known.layer_bytes
         fixed = self._io.receive(DATA_HEAD.size, deadline)
         count = frames.data_count(head, fixed, layer_bytes)
         if not request.first_layer <= head.layer < request.end_layer:
@@ -238,27 +320,38 @@ class Connection:
             raise PeerLostError("blocks came that nobody asked for")
         checksums = frames.parse_checksums(fixed, self._io.receive(8 * count, deadline))
         with self._lock:
-            if self._fetches.get(head.request) is fetch:
-                self._receiving = fetch
-        if fetch is None or self._receiving is None:
+            fetch = self._receiving = self._fetches.get(head.request)
+        if fetch is None:  # given up, perhaps just now
             self._discard(count * layer_bytes, deadline)
             return
-        layer = head.layer - request.first_layer
         try:
-            for view in known.destination.views(layer, head.block, count):
+            fetch.expect(head.layer, head.block, count)
+            layer = head.layer - request.first_layer
+            for view in fetch.destination.views(layer, head.block, count):
                 self._io.receive_into(view, deadline)
-            if head.request in self._fetches:
-                self._tell_landed(fetch, head, checksums)
         finally:
             with self._lock:
                 self._receiving = None
                 self._piece_over.notify_all()
+        self._tell(fetch, lambda: fetch.told.landed(head.layer, head.block, checksums))
 
-    def _tell_landed(self, fetch: Fetch, head: Head, checksums: tuple[int, ...]) -> None:
+    def _tell(self, fetch: Fetch, call: Callable[[], None]) -> None:
+        """Unless it has ended meanwhile. What it cannot use ends it, and no other."""
+        with self._lock:
+            if self._fetches.get(fetch.number) is not fetch:
+                return
+            self._telling = fetch
+        failed = False
         try:
-            fetch.told.landed(head.layer, head.block, checksums)
+            call()
         except Exception:
-            logger.exception("Layer Blocks from %s cannot be used", self.address)
+            logger.exception("What came from %s cannot be used", self.address)
+            failed = True
+        finally:
+            with self._lock:
+                self._telling = None
+                self._piece_over.notify_all()
+        if failed:
             self.cancel(fetch, End.FAILED)
 
     def _discard(self, size: int, deadline: float) -> None:
@@ -268,10 +361,11 @@ class Connection:
             self._io.receive_into(part, deadline)
             size -= len(part)
 
-    @staticmethod
-    def _tell_end(fetch: Fetch, end: End, load: Load | None) -> None:
+    def _tell_end(self, fetch: Fetch, end: End, load: Load | None) -> None:
         try:
             fetch.told.ended(end, load)
+        except Exception:
+            logger.exception("The end of a fetch from %s cannot be used", self.address)
         finally:
             fetch.done.set()
 
@@ -280,7 +374,7 @@ def _dial(address: PeerAddress, deadline: float) -> socket.socket:
     left_s = max(0.001, deadline - time.monotonic())
     try:
         sock = socket.create_connection((address.host, address.port), left_s)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
         raise PeerLostError(f"{address} cannot be reached: {error}") from error
     try:
         tune(sock, address.dscp)

@@ -40,7 +40,7 @@ MAGIC = b"DF"
 HEAD = struct.Struct("!2sBxIIIII")
 HEAD_BYTES = HEAD.size
 MAX_DATA_BYTES = 64 << 20
-"""Of one DATA frame; a Layer Block may be as large."""
+"""Payload of one DATA frame; a Layer Block may be as large."""
 DATA_HEAD = struct.Struct("!II")
 _FETCH = struct.Struct("!16sIHH")
 _LOAD = struct.Struct("!QQ")
@@ -60,7 +60,7 @@ class Kind(enum.IntEnum):
 _LONGEST = {
     Kind.FETCH: _FETCH.size + 32 * MAX_BLOCKS + _CRC_BYTES,
     Kind.CANCEL: 0,
-    Kind.DATA: MAX_DATA_BYTES,
+    Kind.DATA: MAX_DATA_BYTES + DATA_HEAD.size + 8 * MAX_BLOCKS,
     Kind.MISSING: 4 * MAX_BLOCKS + _CRC_BYTES,
     Kind.END: _LOAD.size + _CRC_BYTES,
 }

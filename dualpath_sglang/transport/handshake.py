@@ -8,8 +8,8 @@
 | server | 1 and its own proof (32), or 0 and why not (u8) |
 
 A proof is HMAC-SHA256 with the secret over who proves and both nonces, so neither side can repeat
-what it has heard. It says who is at the other end when the connection begins; only TLS keeps
-somebody between the two from changing what follows.
+what it has heard. It says who is at the other end when the connection begins. Somebody between the
+two may pass the proofs on, and then read, change and ask what he likes: only TLS keeps him out.
 """
 
 from __future__ import annotations
@@ -28,11 +28,8 @@ _MAGIC = b"DUALPATH"
 _HELLO = struct.Struct("!8sH16s")
 _PROOF_BYTES = 32
 _NO_PROOF = bytes(_PROOF_BYTES)
-_VERSION, _SECRET = 1, 2
-_WHY: Mapping[int, str] = {
-    _VERSION: "speaks another version of the protocol",
-    _SECRET: "does not accept the secret",
-}
+_SECRET = 2
+_WHY: Mapping[int, str] = {_SECRET: "does not accept the secret"}
 
 
 def _proof(secret: bytes, who: bytes, client: bytes, server: bytes) -> bytes:

@@ -1,8 +1,8 @@
 """Serving Layer Blocks to peers over TCP.
 
-A connection has one thread that receives, and one for each fetch that is answered. Those take
-turns piece by piece, so that a short fetch does not wait for a long one. A peer that does not take
-what it asked for is given up at its own deadline; nothing is kept for it meanwhile.
+A connection has one thread that receives, and one for each fetch that is answered. Those send
+piece by piece, so that a short fetch does not wait for a long one. A fetch whose turn does not come
+by its deadline ends; a peer that takes nothing for a while is given up with all of its fetches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dualpath_sglang.transport.base import (
 )
 from dualpath_sglang.transport.frames import HEAD_BYTES, Head, Kind
 from dualpath_sglang.transport.handshake import admit
-from dualpath_sglang.transport.socket_io import SocketIo, tune
+from dualpath_sglang.transport.socket_io import SocketIo, shut_down, tune
 from dualpath_storage.notices import Notices
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ _BODY_S = 10.0
 _END_S = 2.0
 _POLL_S = 0.2
 _FOREVER = float("inf")
+_MOST_S = 600.0
+"""Nobody's fetch lasts longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class Server:
         self.counts: Counter[str] = Counter()
         """Connections, refused ones, fetches by how they ended, bytes of payload."""
         self._notices = Notices(logger)
+        self._refusals = Notices(logger)
         self._lock = threading.Lock()
         self._open: set[_Client] = set()
         self._closed = threading.Event()
@@ -138,34 +141,57 @@ class Server:
                 full = len(self._open) >= self._options.most_connections
             if full:
                 sock.close()
-                self.counts["refused"] += 1
+                self.count("refused")
                 self._notices.warn("Too many connections: %s is sent away", peer[0])
                 continue
             client = _Client(self, sock, str(peer[0]))
             with self._lock:
                 self._open.add(client)
-            client.start()
+            try:
+                client.start()
+            except RuntimeError as error:  # no more threads for now
+                self.gone(client)
+                sock.close()
+                self._notices.warn("A connection cannot be served: %s", error)
 
     # -- for its clients --------------------------------------------------------------------
 
-    def admit(self, sock: socket.socket, name: str) -> SocketIo | None:
-        """A connection whose other end is trusted, or None."""
+    @property
+    def closed(self) -> bool:
+        """Whether all connections are to end."""
+        return self._closed.is_set()
+
+    def tune(self, sock: socket.socket) -> socket.socket:
+        """The socket to go on with: wrapped for TLS, the handshake still to be done."""
+        tune(sock, self._options.dscp)
+        if self._options.tls is None:
+            return sock
+        sock.settimeout(_HANDSHAKE_S)
+        return self._options.tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+
+    def admit(self, sock: socket.socket) -> SocketIo:
+        """A connection whose other end is trusted.
+
+        Raises:
+            RefusedError, PeerLostError, OSError: it is not.
+        """
         deadline = time.monotonic() + _HANDSHAKE_S
-        options = self._options
-        try:
-            tune(sock, options.dscp)
-            if options.tls is not None:
-                sock.settimeout(_HANDSHAKE_S)
-                sock = options.tls.wrap_socket(sock, server_side=True)
-            io = SocketIo(sock)
-            admit(io, options.secret, deadline)
-        except (RefusedError, PeerLostError, OSError) as error:
-            self.counts["refused"] += 1
-            self._notices.warn("A connection from %s is refused: %s", name, error)
-            sock.close()
-            return None
-        self.counts["connections"] += 1
+        if isinstance(sock, ssl.SSLSocket):
+            sock.do_handshake()
+        io = SocketIo(sock)
+        admit(io, self._options.secret, deadline)
+        self.count("connections")
         return io
+
+    def refused(self, name: str, error: Exception) -> None:
+        """A connection was not let in."""
+        self.count("refused")
+        self._refusals.warn("A connection from %s is refused: %s", name, error)
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Add to :attr:`counts`."""
+        with self._lock:
+            self.counts[name] += amount
 
     def begin(
         self, request: FetchRequest, under_way: int
@@ -209,36 +235,47 @@ class _Client:
         return bool(self._answers)
 
     def shut(self) -> None:
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        if self._io is not None:
-            self._io.shut()
+        shut_down(self._sock)
 
     def _run(self) -> None:
         try:
-            self._io = self._server.admit(self._sock, self._name)
-            if self._io is not None:
-                self._receive(self._io)
+            self._sock = self._server.tune(self._sock)
+            if self._server.closed:  # it may have shut the socket before that
+                return
+            self._io = self._server.admit(self._sock)
+        except (RefusedError, PeerLostError, OSError) as error:
+            self._server.refused(self._name, error)
+            return
+        finally:
+            if self._io is None:
+                self._sock.close()
+                self._server.gone(self)
+        try:
+            self._receive(self._io)
         except PeerLostError as error:
             logger.debug("The connection from %s ended: %s", self._name, error)
         except Exception:
             logger.exception("The connection from %s failed", self._name)
         finally:
+            self._end(self._io)
+
+    def _end(self, io: SocketIo) -> None:
+        try:
             with self._lock:
                 answers = list(self._answers.values())
+            io.shut()
             for answer in answers:
                 answer.cancel()
-            if self._io is not None:
-                self._io.shut()
             for answer in answers:
                 answer.join()
-            if self._io is not None:
-                self._io.close()
+        finally:
+            io.close()
             self._server.gone(self)
 
     def _receive(self, io: SocketIo) -> None:
-        while True:
-            head = Head.unpack(io.receive(HEAD_BYTES, _FOREVER))
+        while not self._server.closed:
+            io.readable(_FOREVER)
+            head = Head.unpack(io.receive(HEAD_BYTES, time.monotonic() + _BODY_S))
             if head.kind is Kind.CANCEL:
                 with self._lock:
                     cancelled = self._answers.get(head.request)
@@ -256,34 +293,39 @@ class _Client:
                 if len(self._answers) >= 2 * self._server.most_fetches:
                     raise PeerLostError("it asks for more without reading how the last ones ended")
                 self._answers[head.request] = answer
-            answer.start()
+            try:
+                answer.start()
+            except RuntimeError:  # no more threads for now
+                self.ended(head.request, End.BUSY)
 
     # -- for its answers --------------------------------------------------------------------
 
     def begin(self, request: FetchRequest) -> contextlib.AbstractContextManager[Served] | End:
         return self._server.begin(request, len(self._answers))
 
-    def send(self, head: Head, buffers: list[bytes | memoryview], deadline: float) -> None:
+    def send(self, head: Head, buffers: list[bytes | memoryview], begin_by: float) -> None:
         assert self._io is not None
         try:
-            with self._sending:
-                self._io.send([head.pack(), *buffers], deadline)
+            self._io.send([head.pack(), *buffers], begin_by)
         except PeerLostError:
             self._io.shut()  # half a frame may have gone
             raise
 
     def ended(self, number: int, end: End) -> None:
-        """Say how a fetch ended, and forget it: its number may come again from now on."""
-        with self._lock:
-            del self._answers[number]
-        self._server.counts[end.name.lower()] += 1
-        body = self._server.end_body()
-        head = Head(Kind.END, number, layer=end.value, length=len(body))
-        with contextlib.suppress(PeerLostError):
+        """Say how a fetch ended, and then forget it: until it has heard, it counts."""
+        try:
+            self._server.count(end.name.lower())
+            body = self._server.end_body()
+            head = Head(Kind.END, number, layer=end.value, length=len(body))
             self.send(head, [body], time.monotonic() + _END_S)
+        except (TimeoutError, PeerLostError):
+            self.shut()  # it would wait for an end that does not come
+        finally:
+            with self._lock:
+                del self._answers[number]
 
     def sent(self, size: int) -> None:
-        self._server.counts["bytes"] += size
+        self._server.count("bytes", size)
 
 
 class _Answer:
@@ -293,7 +335,7 @@ class _Answer:
         self._client = client
         self._number = number
         self._request = request
-        self._deadline = time.monotonic() + request.timeout_s
+        self._deadline = time.monotonic() + min(request.timeout_s, _MOST_S)
         self._served: Served | None = None
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
@@ -325,6 +367,8 @@ class _Answer:
         self._client.ended(self._number, End.FAILED if end is End.LOST else end)
 
     def _answer(self) -> End:
+        if self._cancelled.is_set():
+            return End.CANCELLED
         begun = self._client.begin(self._request)
         if isinstance(begun, End):
             return begun

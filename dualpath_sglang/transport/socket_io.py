@@ -16,14 +16,21 @@ from dualpath_sglang.transport.base import PeerLostError
 
 _MOST_BUFFERS = 64
 _BUFFER_BYTES = 4 << 20
+_STALL_S = 10.0
+"""A peer that takes nothing for so long in the middle of a frame is given up."""
 
 
 def tune(sock: socket.socket, dscp: int = 0) -> None:
     """No delay, dead peers noticed, and the traffic class of KV.
 
     Args:
-        dscp: differentiated services code point, 0 to 63; the kernel derives the priority too.
+        dscp: differentiated services code point, 0 to 63.
+
+    Raises:
+        ValueError: there is no such code point.
     """
+    if not 0 <= dscp <= 63:
+        raise ValueError(f"there is no code point {dscp}")
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
@@ -39,10 +46,10 @@ def tune(sock: socket.socket, dscp: int = 0) -> None:
 
 
 class SocketIo:
-    """A connected socket. One thread may receive while another sends.
+    """A connected socket. One thread may receive while others send, in turns.
 
-    Each call takes a deadline (monotonic seconds) and raises :class:`PeerLostError` when it passes
-    or the connection ends; then the connection is of no use any more, for half may have gone.
+    Deadlines are monotonic seconds. :class:`PeerLostError` means that the connection is of no use
+    any more, for half of something may have gone.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -51,6 +58,15 @@ class SocketIo:
         self._gather = not isinstance(sock, ssl.SSLSocket)
         # OpenSSL allows one call at a time on a connection.
         self._turn = threading.Lock() if isinstance(sock, ssl.SSLSocket) else nullcontext()
+        self._sending = threading.Lock()
+
+    def readable(self, deadline: float) -> bool:
+        """Whether something comes, or the end, by then."""
+        if isinstance(self._sock, ssl.SSLSocket):
+            with self._turn:
+                if self._sock.pending():
+                    return True
+        return self._poll(select.POLLIN, deadline)
 
     def receive_into(self, view: memoryview, deadline: float) -> None:
         """Fill a buffer."""
@@ -63,7 +79,7 @@ class SocketIo:
                 self._wait(select.POLLIN, deadline)
             except ssl.SSLWantWriteError:
                 self._wait(select.POLLOUT, deadline)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 raise PeerLostError(f"the connection broke: {error}") from error
             else:
                 if count == 0:
@@ -76,46 +92,76 @@ class SocketIo:
         self.receive_into(memoryview(data), deadline)
         return bytes(data)
 
-    def send(self, buffers: Sequence[bytes | memoryview], deadline: float) -> None:
-        """All of these, in order."""
+    def send(self, buffers: Sequence[bytes | memoryview], begin_by: float) -> None:
+        """All of these, in order.
+
+        Raises:
+            TimeoutError: nothing of it could be sent by then; the connection is as it was.
+            PeerLostError: also when the peer, in the middle of it, takes nothing for a while.
+        """
+        if not self._sending.acquire(timeout=max(0.0, begin_by - time.monotonic())):
+            raise TimeoutError
+        try:
+            self._send(buffers, begin_by)
+        finally:
+            self._sending.release()
+
+    def _send(self, buffers: Sequence[bytes | memoryview], begin_by: float) -> None:
         left = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        begun = False
         while left:
             try:
-                if self._gather:
-                    count = self._sock.sendmsg(left[:_MOST_BUFFERS])
-                else:
-                    with self._turn:
+                with self._turn:
+                    if self._gather:
+                        count = self._sock.sendmsg(left[:_MOST_BUFFERS])
+                    else:
                         count = self._sock.send(left[0])
-            except (BlockingIOError, ssl.SSLWantWriteError):
-                self._wait(select.POLLOUT, deadline)
+            except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError) as error:
+                # What TLS could not send may be in its buffer: then it has begun as well.
+                begun |= isinstance(error, ssl.SSLError)
+                event = select.POLLIN if isinstance(error, ssl.SSLWantReadError) else select.POLLOUT
+                if begun:
+                    self._wait(event, time.monotonic() + _STALL_S)
+                elif not self._poll(event, begin_by):
+                    raise TimeoutError from None
                 continue
-            except ssl.SSLWantReadError:
-                self._wait(select.POLLIN, deadline)
-                continue
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 raise PeerLostError(f"the connection broke: {error}") from error
+            begun = True
             while left and count >= len(left[0]):
                 count -= len(left.pop(0))
             if count:
                 left[0] = left[0][count:]
 
     def _wait(self, event: int, deadline: float) -> None:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
+        if not self._poll(event, deadline):
             raise PeerLostError("the peer did not answer in time")
+
+    def _poll(self, event: int, deadline: float) -> bool:
+        left_s = max(0.0, deadline - time.monotonic())
         poll = select.poll()
         try:
             poll.register(self._sock, event)
         except (OSError, ValueError) as error:
             raise PeerLostError("the connection was closed") from error
-        poll.poll(None if math.isinf(left_s) else max(1, round(1000 * left_s)))
+        return bool(poll.poll(None if math.isinf(left_s) else math.ceil(1000 * left_s)))
 
     def shut(self) -> None:
         """End it, whatever is under way in other threads."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        shut_down(self._sock)
 
     def close(self) -> None:
-        """Release it; nobody may be using it."""
+        """Release it; nobody may receive from it any more."""
         self.shut()
-        self._sock.close()
+        # A sender must not meet another file under the number of this one.
+        with self._sending:
+            self._sock.close()
+
+
+def shut_down(sock: socket.socket) -> None:
+    """End a connection under others who use it.
+
+    Not by the method of a TLS socket, which first lets them go on without encryption.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)

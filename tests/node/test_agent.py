@@ -209,7 +209,7 @@ def test_fetches_of_the_same_blocks_share_one_read(
     assert bed.cache.stats().read_bytes < 1.5 * 40 * of.block_bytes
 
 
-def test_a_read_that_hangs_ends_at_the_deadline_and_leaves_nothing_behind(
+def test_a_read_that_hangs_ends_a_fetch_at_its_deadline_and_no_other(
     make_bed: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of = geometry("mha")
@@ -226,17 +226,41 @@ def test_a_read_that_hangs_ends_at_the_deadline_and_leaves_nothing_behind(
 
     monkeypatch.setattr(pool.store, "read_range", hang)
     late = bed.begin(of, keys, timeout_s=0.3)
+    patient = bed.begin(of, keys)
     assert late.fetch.wait(SOON_S)
-    assert late.ends[0] in (End.TIMEOUT, End.OK)
+    assert late.ends == [End.TIMEOUT]
     assert late.right(of) <= {0}
     go.set()
-    monkeypatch.undo()
-    end = time.monotonic() + SOON_S
-    while bed.fetch(of, keys).right(of) != set(range(12)):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    assert patient.fetch.wait(SOON_S)
+    assert patient.ends == [End.OK], "another's deadline is not its own"
+    assert patient.right(of) == set(range(12))
+    wait_until_idle(bed)
     bed.agent.blocks.clear()
     assert bed.agent.blocks.used_bytes == 0, "nobody holds anything"
+
+
+def wait_until_idle(bed: Bed) -> None:
+    end = time.monotonic() + SOON_S
+    while any(client.busy for client in bed.server._clients()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_what_the_store_does_not_give_is_late_not_missing(
+    make_bed: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = geometry("mha")
+    bed, keys = make_bed(), chain("a", 12)
+    bed.store(of, keys)
+    monkeypatch.setattr("dualpath_sglang.node.agent._READ_S", 0.2)
+    assert bed.fetch(of, chain("b", 1)).lacking == {0}
+    pool = bed.agent._pools[of.id_bytes]
+    go = threading.Event()
+    monkeypatch.setattr(pool.store, "read_range", lambda *_: go.wait(SOON_S))
+    fetched = bed.fetch(of, keys)
+    go.set()
+    assert fetched.ends == [End.TIMEOUT]
+    assert not fetched.lacking
 
 
 def test_a_cancelled_fetch_lets_go(make_bed: Callable[..., Bed], of: Geometry) -> None:
@@ -246,9 +270,6 @@ def test_a_cancelled_fetch_lets_go(make_bed: Callable[..., Bed], of: Geometry) -
         fetched = bed.begin(of, keys)
         bed.connection.cancel(fetched.fetch)
     assert bed.fetch(of, keys).right(of) == set(range(60))
-    end = time.monotonic() + SOON_S
-    while any(client.busy for client in bed.server._clients()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until_idle(bed)
     bed.agent.blocks.clear()
     assert bed.agent.blocks.used_bytes == 0

@@ -134,3 +134,49 @@ def test_many_threads_never_share_memory_nor_exceed_the_capacity() -> None:
     assert not wrong
     cache.clear()
     assert cache.used_bytes == 0
+
+
+def test_what_cannot_be_held_pushes_nothing_out() -> None:
+    cache = BlockCache(10 * SIZE)
+    keys = chain("a", 9)
+    read(cache, keys)
+    with pytest.raises(NoRoomError):
+        cache.pin(OF, chain("b", 11))
+    assert cache.pin(OF, keys)[1] == []
+
+
+def test_memory_that_the_system_does_not_give_leaves_nothing_pinned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = BlockCache(32 * SIZE)
+    made = 0
+
+    def scarce(size: int) -> memoryview:
+        nonlocal made
+        made += 1
+        if made == 5:
+            raise OSError("no memory")
+        return memoryview(bytearray(size))
+
+    monkeypatch.setattr("dualpath_sglang.node.block_cache.aligned", scarce)
+    keys = chain("a", 8)
+    with pytest.raises(OSError, match="no memory"):
+        cache.pin(OF, keys)
+    assert cache.pinned_bytes == 0
+    assert len(read(cache, keys)) == 8
+    assert cache.pinned_bytes == 0
+    assert cache.used_bytes == 8 * SIZE
+
+
+def test_what_is_sent_is_not_read_into() -> None:
+    """A block stays as it is until the last of its users lets go."""
+    cache = BlockCache(2 * SIZE)
+    blocks, new = cache.pin(OF, chain("a", 2))
+    for i in new:
+        land(blocks[i])
+    cache.settle(blocks)
+    cache.unpin(blocks[:1])
+    (other,), _ = cache.pin(OF, chain("b", 1))
+    assert other.memory is blocks[0].memory
+    with pytest.raises(NoRoomError):
+        cache.pin(OF, chain("c", 1))

@@ -232,9 +232,10 @@ def test_a_client_that_goes_away_ends_its_answers(serve: Callable[..., Server]) 
     wait_until(lambda: not server._clients())
 
 
-def test_a_client_that_does_not_read_is_given_up_at_its_deadline(
-    serve: Callable[..., Server],
+def test_a_client_that_does_not_read_is_given_up(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("dualpath_sglang.transport.socket_io._STALL_S", 0.3)
     source = Blocks(size=1 << 20)
     server = serve(source)
     with RawClient(server) as raw:
