@@ -175,7 +175,8 @@ def main(
     except BenchError as error:
         progress.print(str(error), style="red")
         raise typer.Exit(1) from None
-    Console().print(_table(rows, seconds))
+    width = None if Console().is_terminal else 140
+    Console(width=width).print(_table(rows, seconds))
     if json is not None:
         write_rows(json, rows)
     if any(row.wrong or row.failed for row in rows):
