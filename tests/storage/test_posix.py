@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -253,3 +254,15 @@ def test_a_closed_file_is_an_error_not_another_file(tmp_path: Path) -> None:
     file.close()
     with path.open("rb"), pytest.raises(OSError, match="Bad file descriptor"):
         file.read([aligned(4096)], 0)
+
+
+def test_a_file_whose_maker_was_killed_before_it_had_a_size_is_removed(tmp_path: Path) -> None:
+    backend = PosixBackend(tmp_path, "auto", writable=True)
+    new, old = tmp_path / "seg-00000001", tmp_path / "seg-00000002"
+    for path in (new, old):
+        path.touch()
+    os.utime(old, (0, time.time() - 120))
+    assert backend.lock(new) is None
+    assert backend.lock(old) is None
+    assert new.exists(), "it may be in the making"
+    assert not old.exists()

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,11 @@ logger = logging.getLogger(__name__)
 
 DIRECT_ALIGNMENT = 512
 _REFUSED = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOTTY)
+
+
+_ABANDONED_S = 60.0
+"""A file that is empty for so long will never be a segment. Whoever makes it all the same finds
+that it is gone, as with any segment that somebody removed."""
 
 
 class PosixFile:
@@ -113,7 +119,10 @@ class PosixBackend:
         except OSError:
             os.close(fd)
             raise
-        if os.fstat(fd).st_size == 0:  # between its creation and its lock
+        facts = os.fstat(fd)
+        if facts.st_size == 0:  # between its creation and its lock, or its maker was killed there
+            if time.time() - facts.st_mtime > _ABANDONED_S:
+                path.unlink(missing_ok=True)
             os.close(fd)
             return None
         return PosixFile(fd)
