@@ -91,7 +91,9 @@ class Evictor:
         """
         known = self._by_id()
         sizes = {gid: g.slot_bytes for gid, g in known.items()}
-        models = {g.unit for g in known.values() if g.namespace == namespace}
+        models = None
+        if namespace is not None:
+            models = {g.unit for g in known.values() if g.namespace == namespace}
         return self._note(
             index.evict(
                 sizes,
@@ -100,7 +102,7 @@ class Evictor:
                 keep=keep,
                 prefer=prefer,
                 promised=self._promised(),
-                models=None if namespace is None else models,
+                models=models,
             )
         )
 

@@ -49,7 +49,7 @@ class Pool:
     Args:
         store: the segments.
         writer: whether this process may own segments and write blocks.
-        trusted_s: how long a segment that nobody else was told of is certainly this process's.
+        trusted_s: see :class:`Tenure`.
     """
 
     def __init__(self, store: BlockStore, *, writer: bool, trusted_s: float = math.inf) -> None:

@@ -34,11 +34,12 @@ _WORD_S = 1.0
 class Tenure:
     """The segments of one pool that this process owns. Thread-safe as far as the store is.
 
-    Where an index notes owners, what was noted is certain for a while (``trusted_s`` of
-    :class:`~dualpath_sglang.index.owners.Ownership`), and must be noted again by then.
+    Where an index notes owners, what was noted is certain for a while, and must be noted again by
+    then.
 
     Args:
-        trusted_s: how long a segment that nobody else was told of is certainly this process's.
+        trusted_s: how long a segment is certainly this process's after it was noted, or made
+            without a word to anybody.
     """
 
     def __init__(self, store: BlockStore, trusted_s: float) -> None:
@@ -79,13 +80,13 @@ class Tenure:
             where = self._store.directory
             logger.warning("%d segments of %s were taken over by another node", len(lost), where)
         if set(self._store.slots.owned()) <= set(owned):  # a new one is no older than that
-            self._sure_until = began + index.ownership.trusted_s
+            self._sure_until = began + self._trusted_s
         self._kept_at = began
 
-    def _trust(self, began: float, trusted_s: float) -> None:
+    def _trust(self, began: float) -> None:
         """A segment is noted as this process's by a call that began then, or was made then."""
         if not self._store.slots.owned():  # else the others were noted earlier
-            self._sure_until = began + trusted_s
+            self._sure_until = began + self._trusted_s
 
     # -- new ones ---------------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ class Tenure:
         began = time.monotonic()
         if not all(ownership.keep(name, [number], _WORD_S)):
             return False
-        self._trust(began, ownership.trusted_s)
+        self._trust(began)
         if self._store.files.add(max(0.0, deadline - time.monotonic()), number):
             return True
         with contextlib.suppress(IndexUnavailableError):
@@ -110,7 +111,7 @@ class Tenure:
 
     def made_alone(self) -> None:
         """Segments may be made now of which nobody can be told."""
-        self._trust(time.monotonic(), self._trusted_s)
+        self._trust(time.monotonic())
 
     # -- segments whose writer died ---------------------------------------------------------
 
@@ -155,7 +156,7 @@ class Tenure:
         )
         try:
             taken = ownership.take(name, locked, _WORD_S)
-            self._trust(began, ownership.trusted_s)
+            self._trust(began)
         except BaseException:
             taken = [False] * len(locked)
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeAlias
@@ -16,6 +15,7 @@ from dualpath_sglang.cli.shared import (
     Root,
     Verbose,
     ago,
+    ask,
     configuration,
     fail,
     many,
@@ -25,7 +25,6 @@ from dualpath_sglang.cli.shared import (
     print_json,
     print_line,
     print_table,
-    say,
     size,
 )
 from dualpath_sglang.index.owners import SegmentOwner
@@ -80,7 +79,9 @@ def adopt(
         return
     chosen = _chosen(node, owners)
     if free and not yes:
-        _ask(node, sum(sizes[s] for s, owner in owners.items() if owner.name in chosen), as_json)
+        taken = sum(sizes[s] for s, owner in owners.items() if owner.name in chosen)
+        question = f"Remove the segments of {node} ({size(taken)}) with all their blocks?"
+        ask(question, as_json=as_json)
     with opened(config, write=True, verbose=verbose) as cache:
         inherited: list[_Segment] = []
         for name in chosen:
@@ -119,15 +120,6 @@ def _chosen(node: str, owners: Mapping[_Segment, SegmentOwner]) -> list[str]:
 def _names(owner: SegmentOwner) -> tuple[str, str, str]:
     """All that an owner answers to."""
     return owner.name, owner.node, owner.node.rpartition(":")[0]
-
-
-def _ask(node: str, taken: int, as_json: bool) -> None:
-    question = f"Remove the segments of {node} ({size(taken)}) with all their blocks?"
-    if as_json or not sys.stdin.isatty():
-        fail(f"{question} Say --yes to do it without being asked")
-    if not typer.confirm(question):
-        say("Nothing was removed.")
-        raise typer.Exit(0)
 
 
 def _settle(cache: KVCache, names: set[_Segment], *, free: bool) -> dict[str, int]:

@@ -21,14 +21,13 @@ from dualpath_sglang.cli.shared import (
     Json,
     Root,
     Verbose,
+    ask,
     configuration,
-    fail,
     many,
     opened,
     plain,
     print_json,
     print_line,
-    say,
     size,
 )
 from dualpath_sglang.index import IndexUnavailableError
@@ -263,11 +262,7 @@ def clear(
             f"Remove {many(blocks, 'block')} ({size(taken)}){of_model} in the namespace "
             f"{namespace} from {cache.root}?"
         )
-        if as_json or not sys.stdin.isatty():
-            fail(f"{question} Say --yes to do it without being asked")
-        if not typer.confirm(question):
-            say("Nothing was removed.")
-            raise typer.Exit(0)
+        ask(question, as_json=as_json)
     with opened(config, write=True, verbose=verbose) as cache:
         removed = cache.clear(namespace=namespace, units={g.unit for g in chosen})
         left = cache.index.counts()

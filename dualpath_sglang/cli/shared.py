@@ -91,6 +91,15 @@ def fail(sentence: str) -> NoReturn:
     raise typer.Exit(EXIT_UNABLE)
 
 
+def ask(question: str, *, as_json: bool) -> None:
+    """Remove something only if the person at the terminal says yes; without one, say how to."""
+    if as_json or not sys.stdin.isatty():
+        fail(f"{question} Say --yes to do it without being asked")
+    if not typer.confirm(question):
+        say("Nothing was removed.")
+        raise typer.Exit(0)
+
+
 def say(text: str) -> None:
     """A line for the person at the terminal, kept out of what is piped on."""
     typer.echo(text, err=True)

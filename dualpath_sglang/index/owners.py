@@ -8,7 +8,6 @@ as it lives, and writes no more when it could not for too long.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import secrets
 import socket
@@ -83,9 +82,6 @@ class SegmentOwner:
 class Ownership(Protocol):
     """What an index knows of owners. All methods may raise :class:`IndexUnavailableError`."""
 
-    trusted_s: float
-    """How long after :meth:`keep` nobody can have taken over what was kept."""
-
     def keep(self, geometry_id: bytes, segments: Sequence[int], timeout_s: float) -> list[bool]:
         """Say that this process lives and owns these; False for what others have taken over."""
         ...
@@ -127,8 +123,6 @@ class Ownership(Protocol):
 
 class FileLocks:
     """Ownership on one machine: the lock of a segment's file says it all."""
-
-    trusted_s = math.inf
 
     def keep(self, geometry_id: bytes, segments: Sequence[int], timeout_s: float) -> list[bool]:
         del geometry_id, timeout_s

@@ -33,7 +33,7 @@ class IndexSource(Protocol):
 
     @property
     def trusted_s(self) -> float:
-        """How long a segment that was made without a word to others is certainly ours."""
+        """How long a segment is certainly ours after others were told, or could be."""
         ...
 
     def open(self, root: Path, stores: Stores, *, read_only: bool, timeout_s: float) -> Index:

@@ -210,9 +210,10 @@ class Connection:
     def _end(self, fetch: Fetch, end: End) -> bool:
         """Whether it had not ended before."""
         with self._lock:
-            ours = self._fetches.pop(fetch.number, None) is fetch
+            ours = self._fetches.get(fetch.number) is fetch
             if ours:
-                self._gone[fetch.number] = _Gone(fetch.request, fetch.destination.layer_bytes)
+                del self._fetches[fetch.number]
+                self._gone[fetch.number] = _Gone(fetch.request, fetch.layer_bytes)
                 while len(self._gone) > _MOST_GONE:
                     del self._gone[next(iter(self._gone))]
             if threading.current_thread() is not self._thread:
@@ -271,7 +272,7 @@ class Connection:
     def _next_deadline(self) -> float:
         soon = time.monotonic() + _LOOK_EVERY_S  # a new fetch may end earlier than the others
         with self._lock:
-            return min((fetch.deadline for fetch in self._fetches.values()), default=soon)
+            return min([soon, *(fetch.deadline for fetch in self._fetches.values())])
 
     def _expire(self) -> None:
         now = time.monotonic()

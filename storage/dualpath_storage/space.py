@@ -78,10 +78,11 @@ class Space:
 
     def at_quota(self, geometry: Geometry) -> bool:
         """Whether one more segment would be more than the geometry's namespace may have."""
-        quota = self.quotas().get(geometry.namespace)
-        if quota is None:
-            return False
-        return self.usage().get(geometry.namespace, 0) + self.segment_bytes(geometry) > quota
+        return self._exceeds_quota(geometry.namespace, self.segment_bytes(geometry))
+
+    def _exceeds_quota(self, namespace: str, size: int) -> bool:
+        quota = self.quotas().get(namespace)
+        return quota is not None and self.usage().get(namespace, 0) + size > quota
 
     def segment_bytes(self, geometry: Geometry) -> int:
         """Size of a new segment: a small part of the capacity or quota, and at least one slot."""
@@ -101,8 +102,7 @@ class Space:
         Args:
             namespace: whose quota counts too.
         """
-        quota = None if namespace is None else self.quotas().get(namespace)
-        if quota is not None and self.usage().get(namespace or "", 0) + size > quota:
+        if namespace is not None and self._exceeds_quota(namespace, size):
             self._note(f"the quota of the namespace {namespace}")
             return False
         if self.used_bytes() + size > self.capacity_bytes:

@@ -144,7 +144,9 @@ def test_four_processes_and_kills_for_a_minute(
 
 
 @pytest.mark.parametrize("lost", ["slot", "block", "segment"])
-def test_the_account_sees_what_is_lost(root: Path, lost: str) -> None:
+def test_the_account_sees_what_is_lost(
+    root: Path, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Control: each of the three things that it looks for is found."""
     of: Geometry = CRASHED[0]
     with closing(opened(root, "embedded")) as cache:
@@ -156,7 +158,7 @@ def test_the_account_sees_what_is_lost(root: Path, lost: str) -> None:
         elif lost == "block":
             (entry, *_) = cache.index.entries(of)
             cache.index.remove(of, [(entry.key, entry.placement.generation)], 5.0)
-            pool.take_back = lambda _: None  # type: ignore[method-assign]
+            monkeypatch.setattr(pool, "take_back", lambda _: None)
         else:
             other = opened(root, "embedded")
             write(other.attach(of), other, chain("b", 8))

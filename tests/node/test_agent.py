@@ -220,9 +220,9 @@ def test_a_read_that_hangs_ends_a_fetch_at_its_deadline_and_no_other(
     pool = bed.agent._pools[of.id_bytes]
     real = pool.store.read_range
 
-    def hang(*args: object) -> object:
+    def hang(*args: Any) -> Any:
         go.wait(SOON_S)
-        return real(*args)  # type: ignore[arg-type]
+        return real(*args)
 
     monkeypatch.setattr(pool.store, "read_range", hang)
     late = bed.begin(of, keys, timeout_s=0.3)

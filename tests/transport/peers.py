@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import xxhash
@@ -152,9 +152,10 @@ def request_of(
     return FetchRequest(GEOMETRY_ID, names, first, end, timeout_s)
 
 
-def place_for(request: FetchRequest, *, by_layer: bool = True) -> Fetched:
-    """A fetch and new memory for it."""
+def place_for(request: FetchRequest, *, by_layer: bool = True, guard: int = 0) -> Fetched:
+    """A fetch and new memory for it, with so many bytes on both sides that are not part of it."""
     layers, blocks = request.end_layer - request.first_layer, len(request.keys)
-    memory = memoryview(bytearray(layers * blocks * LAYER_BYTES))
+    memory = memoryview(bytearray(layers * blocks * LAYER_BYTES + 2 * guard))
     make = Destination.of_layers if by_layer else Destination.of_blocks
-    return Fetched(request, make(memory, LAYER_BYTES, blocks if by_layer else layers))
+    destination = make(memory, LAYER_BYTES, blocks if by_layer else layers)
+    return Fetched(request, replace(destination, offset=guard))

@@ -122,15 +122,16 @@ def test_blocks_that_go_missing_on_the_way_complete_it(raw: RawPeer) -> None:
 
 
 def test_a_peer_that_hangs_ends_a_fetch_at_its_deadline_and_no_other(raw: RawPeer) -> None:
-    peer = Peer(raw, timeout_s=0.3)
-    other = place_for(request_of(keys(2, "other")))
+    peer = Peer(raw, timeout_s=60.0)
+    time.sleep(0.3)  # the connection waits by now, for what has a minute
+    other = place_for(request_of(keys(2, "other"), timeout_s=0.3))
     fetch = peer.begin(other)
-    assert peer.fetch.wait(SOON_S)
-    assert peer.fetched.ends == [End.TIMEOUT]
-    assert not other.ends
-    assert peer.connection.lost is None
-    peer.end(fetch.number)
     assert fetch.wait(SOON_S)
+    assert other.ends == [End.TIMEOUT]
+    assert not peer.fetched.ends
+    assert peer.connection.lost is None
+    peer.end()
+    assert peer.fetch.wait(SOON_S)
 
 
 def test_whoever_cancels_second_waits_too(raw: RawPeer, monkeypatch: pytest.MonkeyPatch) -> None:

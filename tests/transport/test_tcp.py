@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,8 +46,8 @@ def serve() -> Iterator[Callable[..., Server]]:
     """`serve(source, **options)`: a server, closed after the test."""
     with contextlib.ExitStack() as stack:
 
-        def make(source: Blocks, **options: object) -> Server:
-            server = Server(source, ServerOptions(**options))  # type: ignore[arg-type]
+        def make(source: Blocks, **options: Any) -> Server:
+            server = Server(source, ServerOptions(**options))
             stack.callback(server.close)
             return server
 
@@ -57,8 +58,8 @@ def serve() -> Iterator[Callable[..., Server]]:
 def connect() -> Iterator[Callable[..., Connection]]:
     with contextlib.ExitStack() as stack:
 
-        def make(server: Server, **how: object) -> Connection:
-            address = PeerAddress("127.0.0.1", server.port, **how)  # type: ignore[arg-type]
+        def make(server: Server, **how: Any) -> Connection:
+            address = PeerAddress("127.0.0.1", server.port, **how)
             connection = Connection(address, time.monotonic() + SOON_S)
             stack.callback(connection.close)
             return connection
@@ -384,18 +385,18 @@ def test_a_destination_that_does_not_hold_it_is_refused(
     ],
 )
 def test_a_request_that_makes_no_sense_cannot_be_made(
-    changes: dict[str, object], sentence: str
+    changes: dict[str, Any], sentence: str
 ) -> None:
-    right: dict[str, object] = {
+    right: dict[str, Any] = {
         "geometry_id": GEOMETRY_ID,
         "keys": keys(2),
         "first_layer": 0,
         "end_layer": 2,
         "timeout_s": 1.0,
     }
-    FetchRequest(**right)  # type: ignore[arg-type]
+    FetchRequest(**right)
     with pytest.raises(ValueError, match=sentence):
-        FetchRequest(**{**right, **changes})  # type: ignore[arg-type]
+        FetchRequest(**{**right, **changes})
 
 
 def held(go: threading.Event) -> None:

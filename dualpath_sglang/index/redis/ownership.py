@@ -47,7 +47,6 @@ class RedisOwnership:
     """
 
     def __init__(self, access: Access, owner: Owner) -> None:
-        self.trusted_s = owner.trusted_s
         self._access = access
         self._owner = owner
         self._me = owner.machine + owner.name.encode()
