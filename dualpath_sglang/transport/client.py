@@ -143,6 +143,7 @@ class Connection:
         self.address = address
         self._io = SocketIo(_dial(address, deadline))
         try:
+            self._io.agree_on_tls(deadline)
             greet(self._io, address.secret, deadline)
         except BaseException:
             self._io.close()
@@ -381,8 +382,9 @@ def _dial(address: PeerAddress, deadline: float) -> socket.socket:
         tune(sock, address.dscp)
         if address.tls is None:
             return sock
-        sock.settimeout(max(0.001, deadline - time.monotonic()))
-        return address.tls.wrap_socket(sock, server_hostname=address.host)
-    except OSError as error:
+        return address.tls.wrap_socket(
+            sock, server_hostname=address.host, do_handshake_on_connect=False
+        )
+    except BaseException:
         sock.close()
-        raise PeerLostError(f"{address} does not speak TLS with us: {error}") from error
+        raise

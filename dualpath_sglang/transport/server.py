@@ -98,11 +98,6 @@ class Server:
         """That one connection may have at a time; more are told so."""
         return self._options.most_fetches
 
-    @property
-    def draining(self) -> bool:
-        """Whether new fetches are sent elsewhere."""
-        return self._draining.is_set()
-
     def drain(self, timeout_s: float) -> bool:
         """Take on nothing more and let what is under way end; whether it has."""
         self._draining.set()
@@ -166,7 +161,6 @@ class Server:
         tune(sock, self._options.dscp)
         if self._options.tls is None:
             return sock
-        sock.settimeout(_HANDSHAKE_S)
         return self._options.tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
     def admit(self, sock: socket.socket) -> SocketIo:
@@ -176,9 +170,8 @@ class Server:
             RefusedError, PeerLostError, OSError: it is not.
         """
         deadline = time.monotonic() + _HANDSHAKE_S
-        if isinstance(sock, ssl.SSLSocket):
-            sock.do_handshake()
         io = SocketIo(sock)
+        io.agree_on_tls(deadline)
         admit(io, self._options.secret, deadline)
         self.count("connections")
         return io
@@ -220,7 +213,6 @@ class _Client:
         self._name = name
         self._io: SocketIo | None = None
         self._lock = threading.Lock()
-        self._sending = threading.Lock()
         self._answers: dict[int, _Answer] = {}
         self._thread = threading.Thread(target=self._run, name="dualpath-peer", daemon=True)
 

@@ -60,6 +60,20 @@ class SocketIo:
         self._turn = threading.Lock() if isinstance(sock, ssl.SSLSocket) else nullcontext()
         self._sending = threading.Lock()
 
+    def agree_on_tls(self, deadline: float) -> None:
+        """The handshake of a TLS socket; nothing for a plain one."""
+        if not isinstance(self._sock, ssl.SSLSocket):
+            return None
+        while True:
+            try:
+                return self._sock.do_handshake()
+            except ssl.SSLWantReadError:
+                self._wait(select.POLLIN, deadline)
+            except ssl.SSLWantWriteError:
+                self._wait(select.POLLOUT, deadline)
+            except (OSError, ValueError) as error:
+                raise PeerLostError(f"TLS is not agreed on: {error}") from error
+
     def readable(self, deadline: float) -> bool:
         """Whether something comes, or the end, by then."""
         if isinstance(self._sock, ssl.SSLSocket):

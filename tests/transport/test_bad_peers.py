@@ -13,7 +13,7 @@ import pytest
 import xxhash
 
 from dualpath_sglang.transport import frames
-from dualpath_sglang.transport.base import End, FetchRequest, Load
+from dualpath_sglang.transport.base import End, FetchRequest, Load, PeerLostError
 from dualpath_sglang.transport.client import Connection, Fetch, PeerAddress
 from dualpath_sglang.transport.frames import Head, Kind
 from dualpath_sglang.transport.server import Server, ServerOptions
@@ -289,6 +289,42 @@ def test_a_server_closes_though_a_tls_handshake_is_under_way(tmp_path: Path, sil
         began = time.monotonic()
         server.close()
         assert time.monotonic() - began < 3.0
+
+
+@pytest.mark.parametrize("server_side", [True, False])
+def test_a_tls_handshake_that_trickles_ends_in_time(tmp_path: Path, server_side: bool) -> None:
+    ca = authority(tmp_path)
+    cert, private = certificate(ca, "node", "127.0.0.1")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, private)
+    if not server_side:
+        context = ssl.create_default_context(cafile=str(ca))
+    ours, theirs = socket.socketpair()
+    wrapped = context.wrap_socket(
+        ours,
+        server_side=server_side,
+        server_hostname=None if server_side else "127.0.0.1",
+        do_handshake_on_connect=False,
+    )
+    io = SocketIo(wrapped)
+    stop = threading.Event()
+
+    def trickle() -> None:
+        for byte in b"\x16\x03\x01\x02\x00" + bytes(512):
+            if stop.wait(0.1):
+                return
+            theirs.sendall(bytes([byte]))
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match="in time"):
+        io.agree_on_tls(began + 0.5)
+    assert time.monotonic() - began < 3.0
+    stop.set()
+    thread.join()
+    io.close()
+    theirs.close()
 
 
 def test_ending_a_tls_connection_does_not_first_end_its_encryption(tmp_path: Path) -> None:

@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 
 from dualpath_sglang.index import IndexUnavailableError
-from tests.index.records import FOREVER_S, KV, records
+from tests.index.records import FOREVER_S, records
 from tests.index.redis import test_failover
-from tests.index.redis.test_failover import USER, models, opened, under_load
+from tests.index.redis.test_failover import (
+    USER,
+    models,
+    opened,
+    survives_its_master,
+    under_load,
+)
 from tests.index.redis.test_security import SECRET, at, but, certified, everything, files
 from tests.support.blocks import chain
 from tests.support.redis_server import RedisServer, cluster, sentinels, wait_for
@@ -151,13 +157,4 @@ def test_the_master_of_sentinels_fails_under_load(
 ) -> None:
     masters = watched[0]
     index = opened(at(sentinel_url(watched), files(folder) | AUTH), lookup_timeout_s=0.5)
-    load = under_load(index, [KV], masters[0].stop if hangs else masters[0].kill)
-    assert not load.wrong
-    assert load.longest_s < 0.5 + 0.5 + 0.5
-    with masters[1].admin(decode_responses=True) as admin:
-        assert admin.role()[0] == "master"
-    index.check()
-    index.upkeep()
-    if hangs:
-        masters[0].cont()
-    index.close()
+    survives_its_master(index, masters, hangs)
