@@ -35,7 +35,7 @@ from rich.table import Table
 from bench.measure import BenchError, median, write_rows
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.node.agent import Agent
-from dualpath_sglang.transport.base import Destination, End, FetchRequest, Load
+from dualpath_sglang.transport.base import End, FetchRequest, Load, Span, StridedDestination
 from dualpath_sglang.transport.client import Connection, PeerAddress
 from dualpath_sglang.transport.server import Server
 from dualpath_storage import Geometry, StoreOptions, pieces_of
@@ -79,14 +79,13 @@ class Blocks:
 class Checked:
     """A fetch whose bytes are compared with their checksums as they arrive."""
 
-    def __init__(self, destination: Destination) -> None:
+    def __init__(self, destination: StridedDestination) -> None:
         self.destination = destination
         self.bad = 0
         self.end = End.LOST
 
-    def landed(self, layer: int, first: int, checksums: Sequence[int]) -> None:
-        for i, checksum in enumerate(checksums, first):
-            (view,) = self.destination.views(layer, i, 1)
+    def landed(self, span: Span, checksums: Sequence[int]) -> None:
+        for view, checksum in zip(layer_blocks(self.destination, span), checksums, strict=True):
             self.bad += xxhash.xxh3_64_intdigest(view) != checksum
 
     def missing(self, blocks: Sequence[int]) -> None:
@@ -95,6 +94,13 @@ class Checked:
     def ended(self, end: End, load: Load | None) -> None:
         del load
         self.end = end
+
+
+def layer_blocks(destination: StridedDestination, span: Span) -> Iterator[memoryview]:
+    """Every Layer Block of a piece, in the order of its bytes."""
+    for view in destination.views(span):
+        size = destination.layer_bytes
+        yield from (view[at : at + size] for at in range(0, len(view), size))
 
 
 def blocks_of(layer_kib: int, count: int) -> Blocks:
@@ -194,7 +200,7 @@ def measure(blocks: Blocks, root: Path, rounds: int) -> list[Row]:
         def fetch() -> None:
             layers, size = blocks.geometry.layers, blocks.geometry.layer_bytes
             request = FetchRequest(blocks.geometry.id_bytes, blocks.keys, 0, layers, _TIMEOUT_S)
-            told = Checked(Destination.of_layers(memory, size, len(blocks.keys)))
+            told = Checked(StridedDestination.of_layers(memory, size, len(blocks.keys)))
             connection.fetch(request, told.destination, told).wait(_TIMEOUT_S)
             if told.end is not End.OK or told.bad:
                 raise BenchError(f"A fetch ended {told.end.name}, with {told.bad} bad Layer Blocks")

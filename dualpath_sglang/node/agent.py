@@ -23,7 +23,7 @@ from dualpath_sglang.streaming.load import Load as StreamLoad
 from dualpath_sglang.streaming.load import LoadRequest, Outcome, PoolLoad
 from dualpath_sglang.streaming.options import StreamOptions
 from dualpath_sglang.streaming.streamer import LayerStreamer
-from dualpath_sglang.transport.base import End, FetchRequest, Load, Missing, Piece, Served
+from dualpath_sglang.transport.base import End, FetchRequest, Load, Missing, Piece, Served, Span
 from dualpath_storage import Geometry, StoreError
 from dualpath_storage.notices import Notices
 
@@ -219,8 +219,7 @@ class _Fetch:
                 chosen = list(run)
                 blocks = [self._there[i] for i in chosen]
                 yield Piece(
-                    layer,
-                    chosen[0],
+                    Span(layer, layer + 1, chosen[0], len(chosen)),
                     [block.checksums[layer] for block in blocks],
                     [block.memory[begin:end] for block in blocks],
                 )

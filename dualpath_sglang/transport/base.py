@@ -79,8 +79,64 @@ class FetchRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Destination:
-    """Memory for the Layer Blocks of one fetch.
+class Span:
+    """Layer Blocks that travel together: the same layers of neighbouring blocks.
+
+    Their bytes come block by block, and in each layer by layer.
+
+    Args:
+        first_layer, end_layer: layers ``[first, end)``, counted from the model's first.
+        first: number of the first block in the request.
+        count: blocks.
+    """
+
+    first_layer: int
+    end_layer: int
+    first: int
+    count: int
+
+    @property
+    def layers(self) -> int:
+        """How many."""
+        return self.end_layer - self.first_layer
+
+    @property
+    def layer_blocks(self) -> int:
+        """How many Layer Blocks."""
+        return self.layers * self.count
+
+
+class Destination(Protocol):
+    """Memory for the Layer Blocks of one fetch, registered before anything is asked for."""
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of one Layer Block."""
+        ...
+
+    def check(self, request: FetchRequest) -> None:
+        """Whether it has a place for all that is asked for.
+
+        Raises:
+            ValueError: it does not.
+        """
+        ...
+
+    def views(self, span: Span, deadline: float) -> Sequence[memoryview] | None:
+        """Where a piece goes, in the order of its bytes; None for nowhere: nobody wants it.
+
+        Called once a piece, when it comes. May wait for memory, and with it everything else on the
+        connection does.
+
+        Args:
+            deadline: monotonic seconds; None is returned by then.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StridedDestination:
+    """A place for every Layer Block, at even distances.
 
     Args:
         memory: writable bytes.
@@ -88,6 +144,7 @@ class Destination:
         block_stride, layer_stride: bytes from a block to the next of the same layer, and from a
             layer to the next of the same block.
         offset: of the first layer of the first block.
+        first_layer: the layer that lies there.
     """
 
     memory: memoryview
@@ -95,43 +152,48 @@ class Destination:
     block_stride: int
     layer_stride: int
     offset: int = 0
+    first_layer: int = 0
 
     @classmethod
-    def of_blocks(cls, memory: memoryview, layer_bytes: int, layers: int) -> Destination:
+    def of_blocks(cls, memory: memoryview, layer_bytes: int, layers: int) -> StridedDestination:
         """Full Blocks, one after the other."""
         return cls(memory, layer_bytes, layer_bytes * layers, layer_bytes)
 
     @classmethod
-    def of_layers(cls, memory: memoryview, layer_bytes: int, blocks: int) -> Destination:
+    def of_layers(cls, memory: memoryview, layer_bytes: int, blocks: int) -> StridedDestination:
         """Layer after layer, and in each the blocks side by side."""
         return cls(memory, layer_bytes, layer_bytes, layer_bytes * blocks)
 
-    def check(self, blocks: int, layers: int) -> None:
-        """Whether so many fit, without any two in one place.
-
-        Raises:
-            ValueError: they do not.
-        """
+    def check(self, request: FetchRequest) -> None:
+        """See :class:`Destination`; no two Layer Blocks may have one place."""
+        blocks, layers = len(request.keys), request.end_layer - self.first_layer
         inner, outer = sorted(
             ((self.block_stride, blocks), (self.layer_stride, layers)), key=lambda row: row[0]
         )
         last = self.offset + (blocks - 1) * self.block_stride + (layers - 1) * self.layer_stride
         if self.memory.readonly or self.memory.format != "B" or not self.memory.contiguous:
             raise ValueError("a destination is writable bytes in one piece")
+        if not 0 <= self.first_layer <= request.first_layer:
+            raise ValueError("the destination begins at a later layer")
         if self.layer_bytes < 1 or self.offset < 0 or last + self.layer_bytes > len(self.memory):
             raise ValueError("the destination is too small")
         if inner[0] < self.layer_bytes or (outer[1] > 1 and outer[0] < inner[0] * inner[1]):
             raise ValueError("Layer Blocks would overlap in the destination")
 
-    def views(self, layer: int, first: int, count: int) -> list[memoryview]:
-        """Where blocks ``[first, first + count)`` of a layer go, counted from the first layer."""
-        begin = self.offset + layer * self.layer_stride + first * self.block_stride
-        if self.block_stride == self.layer_bytes:
-            return [self.memory[begin : begin + count * self.layer_bytes]]
-        return [
-            self.memory[at : at + self.layer_bytes]
-            for at in range(begin, begin + count * self.block_stride, self.block_stride)
-        ]
+    def views(self, span: Span, deadline: float = 0.0) -> Sequence[memoryview]:
+        """See :class:`Destination`; never waits."""
+        del deadline
+        size, layers = self.layer_bytes, span.layers
+        begin = self.offset + (span.first_layer - self.first_layer) * self.layer_stride
+        begin += span.first * self.block_stride
+        if self.layer_stride == size or layers == 1:  # the layers of a block are one run
+            run, steps = layers * size, [0]
+        else:
+            run, steps = size, [i * self.layer_stride for i in range(layers)]
+        if len(steps) == 1 and self.block_stride == run:  # and so are the blocks
+            return [self.memory[begin : begin + span.count * run]]
+        blocks = range(begin, begin + span.count * self.block_stride, self.block_stride)
+        return [self.memory[at + step : at + step + run] for at in blocks for step in steps]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +207,8 @@ class Load:
 class Fetching(Protocol):
     """Told what comes, from a thread of the transport; must not block for long."""
 
-    def landed(self, layer: int, first: int, checksums: Sequence[int]) -> None:
-        """Layer Blocks are in the destination, as many as there are checksums (xxh3-64).
+    def landed(self, span: Span, checksums: Sequence[int]) -> None:
+        """Layer Blocks are in the destination, with their checksums (xxh3-64) in the same order.
 
         Nobody has compared them with the bytes yet.
         """
@@ -167,17 +229,14 @@ class Fetching(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Layer Blocks to be sent: ``count`` blocks of one layer, or blocks that are missing.
+    """Layer Blocks to be sent.
 
     Args:
-        layer: counted from 0, the model's first.
-        first: number of the first block in the request.
-        checksums: xxh3-64 of each.
-        buffers: their bytes, in order.
+        checksums: xxh3-64 of each Layer Block, in the order of the bytes.
+        buffers: the bytes.
     """
 
-    layer: int
-    first: int
+    span: Span
     checksums: Sequence[int]
     buffers: Sequence[memoryview]
 

@@ -24,6 +24,7 @@ from dualpath_sglang.transport.base import (
     FetchRequest,
     Load,
     PeerLostError,
+    Span,
     TransportError,
 )
 from dualpath_sglang.transport.frames import DATA_HEAD, HEAD_BYTES, Head, Kind
@@ -85,6 +86,11 @@ class Fetch:
         return self.done.wait(timeout_s)
 
     @property
+    def blocks(self) -> int:
+        """How many are asked for."""
+        return len(self.request.keys)
+
+    @property
     def layer_bytes(self) -> int:
         """Of one Layer Block."""
         return self.destination.layer_bytes
@@ -94,17 +100,21 @@ class Fetch:
         """Whether every Layer Block has come, or was said to be missing."""
         return self._left == 0
 
-    def expect(self, layer: int, first: int, count: int) -> None:
-        """Layer Blocks come now.
+    def expect(self, span: Span) -> None:
+        """A piece comes now.
 
         Raises:
-            PeerLostError: they have come before, or it is not their turn.
+            PeerLostError: nobody asked for it, it has come before, or it is not its turn.
         """
-        turn = array("H", [layer]) * count
-        if self._next[first : first + count] != turn:
+        request, end = self.request, span.first + span.count
+        if not request.first_layer <= span.first_layer < span.end_layer <= request.end_layer:
+            raise PeerLostError("a layer came that nobody asked for")
+        if end > len(request.keys):
+            raise PeerLostError("blocks came that nobody asked for")
+        if self._next[span.first : end] != array("H", [span.first_layer]) * span.count:
             raise PeerLostError("Layer Blocks came twice, or not in their order")
-        self._next[first : first + count] = array("H", [layer + 1]) * count
-        self._left -= count
+        self._next[span.first : end] = array("H", [span.end_layer]) * span.count
+        self._left -= span.layer_blocks
 
     def lack(self, blocks: Sequence[int]) -> None:
         """Nothing more of these blocks comes.
@@ -124,7 +134,7 @@ class Fetch:
 class _Gone:
     """What is still to be known of a fetch that was given up: nothing that holds its memory."""
 
-    request: FetchRequest
+    blocks: int
     layer_bytes: int
 
 
@@ -179,7 +189,7 @@ class Connection:
             ValueError: the destination does not hold what is asked for.
             PeerLostError: the connection has ended.
         """
-        destination.check(len(request.keys), request.end_layer - request.first_layer)
+        destination.check(request)
         with self._lock:
             if self._lost is not None:
                 raise PeerLostError(self._lost)
@@ -214,7 +224,7 @@ class Connection:
             ours = self._fetches.get(fetch.number) is fetch
             if ours:
                 del self._fetches[fetch.number]
-                self._gone[fetch.number] = _Gone(fetch.request, fetch.layer_bytes)
+                self._gone[fetch.number] = _Gone(len(fetch.request.keys), fetch.layer_bytes)
                 while len(self._gone) > _MOST_GONE:
                     del self._gone[next(iter(self._gone))]
             if threading.current_thread() is not self._thread:
@@ -293,7 +303,7 @@ class Connection:
             self._take_data(head, known, deadline)
         elif head.kind is Kind.MISSING:
             body = self._io.receive(head.length, deadline)
-            blocks = frames.parse_missing(body, len(known.request.keys))
+            blocks = frames.parse_missing(body, known.blocks)
             if fetch is not None:
                 fetch.lack(blocks)
                 self._tell(fetch, lambda: fetch.told.missing(blocks))
@@ -313,29 +323,30 @@ class Connection:
             self._tell_end(fetch, end, self.load)
 
     def _take_data(self, head: Head, known: Fetch | _Gone, deadline: float) -> None:
-        request, layer_bytes = known.request, known.layer_bytes
         fixed = self._io.receive(DATA_HEAD.size, deadline)
-        count = frames.data_count(head, fixed, layer_bytes)
-        if not request.first_layer <= head.layer < request.end_layer:
-            raise PeerLostError("a layer came that nobody asked for")
-        if head.block + count > len(request.keys):
-            raise PeerLostError("blocks came that nobody asked for")
-        checksums = frames.parse_checksums(fixed, self._io.receive(8 * count, deadline))
+        span = frames.data_span(head, fixed, known.layer_bytes)
+        packed = self._io.receive(8 * span.layer_blocks, deadline)
+        checksums = frames.parse_checksums(fixed, packed)
         with self._lock:
             fetch = self._receiving = self._fetches.get(head.request)
         if fetch is None:  # given up, perhaps just now
-            self._discard(count * layer_bytes, deadline)
+            self._discard(span.layer_blocks * known.layer_bytes, deadline)
             return
         try:
-            fetch.expect(head.layer, head.block, count)
-            layer = head.layer - request.first_layer
-            for view in fetch.destination.views(layer, head.block, count):
-                self._io.receive_into(view, deadline)
+            fetch.expect(span)
+            views = fetch.destination.views(span, fetch.deadline)
+            deadline = time.monotonic() + _PIECE_S
+            if views is not None:
+                self._io.receive_into_all(views, deadline)
         finally:
             with self._lock:
                 self._receiving = None
                 self._piece_over.notify_all()
-        self._tell(fetch, lambda: fetch.told.landed(head.layer, head.block, checksums))
+        if views is None:
+            self._discard(span.layer_blocks * known.layer_bytes, deadline)
+            self.cancel(fetch)
+        else:
+            self._tell(fetch, lambda: fetch.told.landed(span, checksums))
 
     def _tell(self, fetch: Fetch, call: Callable[[], None]) -> None:
         """Unless it has ended meanwhile. What it cannot use ends it, and no other."""

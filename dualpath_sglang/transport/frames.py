@@ -7,7 +7,7 @@ Every frame begins with 24 bytes, integers in network order:
 | 0 | magic, ``DF`` | |
 | 2 | kind (u8), and a zero byte | |
 | 4 | request (u32) | the client's number of a fetch |
-| 8 | layer (u32) | of DATA; how it ended, of END |
+| 8 | layer (u32) | the first, of DATA; how it ended, of END |
 | 12 | block (u32) | number of the first, of DATA |
 | 16 | length (u32) | of the body that follows |
 | 20 | crc32 of bytes 0..19 | |
@@ -16,7 +16,8 @@ Every frame begins with 24 bytes, integers in network order:
 |---|---|---|
 | FETCH | client | geometry id (16), timeout in ms (u32), first and end layer (u16), keys (32) |
 | CANCEL | client | |
-| DATA | server | blocks (u32), crc32 of the checksums (u32), xxh3-64 of each block, payload |
+| DATA | server | blocks and layers (u32 each), crc32 of both and of the checksums (u32), xxh3-64
+  of each Layer Block, payload: block by block, and in each layer by layer |
 | MISSING | server | block numbers (u32 each) |
 | END | server | bytes and tokens that are to be read from storage (u64 each) |
 
@@ -34,14 +35,24 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dualpath_sglang.transport.base import MAX_BLOCKS, End, FetchRequest, Load, PeerLostError
+from dualpath_sglang.transport.base import (
+    MAX_BLOCKS,
+    End,
+    FetchRequest,
+    Load,
+    PeerLostError,
+    Span,
+)
 
 MAGIC = b"DF"
 HEAD = struct.Struct("!2sBxIIIII")
 HEAD_BYTES = HEAD.size
 MAX_DATA_BYTES = 64 << 20
 """Payload of one DATA frame; a Layer Block may be as large."""
-DATA_HEAD = struct.Struct("!II")
+DATA_HEAD = struct.Struct("!III")
+_DATA_SHAPE = struct.Struct("!II")
+MAX_LAYER_BLOCKS = 1 << 16
+"""Of one DATA frame."""
 _FETCH = struct.Struct("!16sIHH")
 _LOAD = struct.Struct("!QQ")
 _CRC_BYTES = 4
@@ -60,7 +71,7 @@ class Kind(enum.IntEnum):
 _LONGEST = {
     Kind.FETCH: _FETCH.size + 32 * MAX_BLOCKS + _CRC_BYTES,
     Kind.CANCEL: 0,
-    Kind.DATA: MAX_DATA_BYTES + DATA_HEAD.size + 8 * MAX_BLOCKS,
+    Kind.DATA: MAX_DATA_BYTES + DATA_HEAD.size + 8 * MAX_LAYER_BLOCKS,
     Kind.MISSING: 4 * MAX_BLOCKS + _CRC_BYTES,
     Kind.END: _LOAD.size + _CRC_BYTES,
 }
@@ -131,31 +142,36 @@ def parse_fetch(body: bytes) -> FetchRequest:
         raise PeerLostError(f"a request came that cannot be one: {error}") from error
 
 
-def data_front(checksums: Sequence[int]) -> bytes:
+def data_front(span: Span, checksums: Sequence[int]) -> bytes:
     """What comes before the payload of a DATA frame."""
     packed = struct.pack(f"!{len(checksums)}Q", *checksums)
-    return DATA_HEAD.pack(len(checksums), zlib.crc32(packed)) + packed
+    shape = _DATA_SHAPE.pack(span.count, span.layers)
+    return DATA_HEAD.pack(span.count, span.layers, zlib.crc32(packed, zlib.crc32(shape))) + packed
 
 
-def data_count(head: Head, fixed: bytes | memoryview, layer_bytes: int) -> int:
-    """Blocks in a DATA frame, from the first bytes of its body.
+def data_span(head: Head, fixed: bytes | memoryview, layer_bytes: int) -> Span:
+    """What is in a DATA frame, from the first bytes of its body.
 
     Raises:
         PeerLostError: its length says otherwise.
     """
-    count: int = DATA_HEAD.unpack(fixed)[0]
-    if count < 1 or head.length != DATA_HEAD.size + count * (8 + layer_bytes):
+    count, layers, _ = DATA_HEAD.unpack(fixed)
+    blocks = count * layers
+    if not 1 <= blocks <= MAX_LAYER_BLOCKS or head.length != DATA_HEAD.size + blocks * (
+        8 + layer_bytes
+    ):
         raise PeerLostError("a piece came that is not as long as it says")
-    return count
+    return Span(head.layer, head.layer + layers, head.block, count)
 
 
 def parse_checksums(fixed: bytes | memoryview, packed: bytes | memoryview) -> tuple[int, ...]:
     """The checksums of a DATA frame.
 
     Raises:
-        PeerLostError: they were damaged on the way.
+        PeerLostError: they, or the shape of the piece, were damaged on the way.
     """
-    if zlib.crc32(packed) != DATA_HEAD.unpack(fixed)[1]:
+    count, layers, crc = DATA_HEAD.unpack(fixed)
+    if zlib.crc32(packed, zlib.crc32(_DATA_SHAPE.pack(count, layers))) != crc:
         raise PeerLostError("checksums came that are damaged")
     return struct.unpack(f"!{len(packed) // 8}Q", packed)
 

@@ -381,8 +381,9 @@ class _Answer:
             head = Head(Kind.MISSING, self._number, length=len(body))
             self._client.send(head, [body], self._deadline)
             return
-        front = frames.data_front(part.checksums)
+        span = part.span
+        front = frames.data_front(span, part.checksums)
         size = sum(len(buffer) for buffer in part.buffers)
-        head = Head(Kind.DATA, self._number, part.layer, part.first, len(front) + size)
+        head = Head(Kind.DATA, self._number, span.first_layer, span.first, len(front) + size)
         self._client.send(head, [front, *part.buffers], self._deadline)
         self._client.sent(size)

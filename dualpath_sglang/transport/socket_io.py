@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import select
 import socket
 import ssl
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 
 from dualpath_sglang.transport.base import PeerLostError
 
-_MOST_BUFFERS = 64
+_MOST_BUFFERS = 512
+"""The kernel takes 1024 a call."""
 _BUFFER_BYTES = 4 << 20
 _STALL_S = 10.0
 """A peer that takes nothing for so long in the middle of a frame is given up."""
@@ -55,7 +58,7 @@ class SocketIo:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._sock = sock
-        self._gather = not isinstance(sock, ssl.SSLSocket)
+        self._scatter = not isinstance(sock, ssl.SSLSocket)
         # OpenSSL allows one call at a time on a connection.
         self._turn = threading.Lock() if isinstance(sock, ssl.SSLSocket) else nullcontext()
         self._sending = threading.Lock()
@@ -100,6 +103,29 @@ class SocketIo:
                     raise PeerLostError("the peer closed the connection")
                 done += count
 
+    def receive_into_all(self, views: Sequence[memoryview], deadline: float) -> None:
+        """Fill buffers, one after the other."""
+        if len(views) == 1 or not self._scatter:
+            for view in views:
+                self.receive_into(view, deadline)
+            return
+        left = deque(views)
+        while left:
+            some = list(itertools.islice(left, _MOST_BUFFERS))
+            try:
+                count = self._sock.recvmsg_into(some)[0]
+            except BlockingIOError:
+                self._wait(select.POLLIN, deadline)
+                continue
+            except (OSError, ValueError) as error:
+                raise PeerLostError(f"the connection broke: {error}") from error
+            if count == 0:
+                raise PeerLostError("the peer closed the connection")
+            while left and count >= len(left[0]):
+                count -= len(left.popleft())
+            if count:
+                left[0] = left[0][count:]
+
     def receive(self, size: int, deadline: float) -> bytes:
         """So many bytes."""
         data = bytearray(size)
@@ -126,7 +152,7 @@ class SocketIo:
         while left:
             try:
                 with self._turn:
-                    if self._gather:
+                    if self._scatter:
                         count = self._sock.sendmsg(left[:_MOST_BUFFERS])
                     else:
                         count = self._sock.send(left[0])

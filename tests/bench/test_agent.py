@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from bench.agent import WHATS, Checked, Row
-from dualpath_sglang.transport.base import Destination
+from dualpath_sglang.transport.base import Span, StridedDestination
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,6 +31,6 @@ def test_the_command_writes_rows(tmp_path: Path) -> None:
 
 
 def test_a_wrong_byte_is_counted() -> None:
-    told = Checked(Destination.of_layers(memoryview(bytearray(16)), 4, 4))
-    told.landed(0, 1, [123])
+    told = Checked(StridedDestination.of_layers(memoryview(bytearray(16)), 4, 4))
+    told.landed(Span(0, 1, 1, 1), [123])
     assert told.bad == 1

@@ -15,7 +15,7 @@ import xxhash
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.node.agent import Agent
 from dualpath_sglang.streaming.options import StreamOptions
-from dualpath_sglang.transport.base import Destination, End, FetchRequest, Load
+from dualpath_sglang.transport.base import End, FetchRequest, Load, Span, StridedDestination
 from dualpath_sglang.transport.client import Connection, PeerAddress
 from dualpath_sglang.transport.server import Server
 from dualpath_storage import Geometry
@@ -57,7 +57,9 @@ class Bed:
         first, end = layers or (0, of.layers)
         request = FetchRequest(of.id_bytes, keys, first, end, timeout_s)
         memory = memoryview(bytearray(len(keys) * (end - first) * of.layer_bytes))
-        fetched = Waiting(request, Destination.of_layers(memory, of.layer_bytes, len(keys)))
+        size, count = of.layer_bytes, len(keys)
+        place = StridedDestination(memory, size, size, size * count, first_layer=first)
+        fetched = Waiting(request, place)
         fetched.fetch = self.connection.fetch(request, fetched.destination, fetched)
         return fetched
 
@@ -81,7 +83,7 @@ class Waiting(Fetched):
         first, size = self.request.first_layer, of.layer_bytes
         for (layer, i), checksum in self.got.items():
             content = blocks.content(of, self.request.keys[i])
-            (view,) = self.destination.views(layer - first, i, 1)
+            (view,) = self.destination.views(Span(layer, layer + 1, i, 1))
             assert view == content[layer * size : (layer + 1) * size]
             assert checksum == xxhash.xxh3_64_intdigest(view)
         layers = range(first, self.request.end_layer)

@@ -12,13 +12,14 @@ from typing import Any
 import xxhash
 
 from dualpath_sglang.transport.base import (
-    Destination,
     End,
     FetchRequest,
     Load,
     Missing,
     Piece,
     Served,
+    Span,
+    StridedDestination,
 )
 
 GEOMETRY_ID = b"g" * 16
@@ -45,6 +46,8 @@ class Blocks:
 
     Args:
         hold: called before each piece, with its layer and first block.
+        run: blocks that it goes through before the next layers.
+        layers: of one piece.
     """
 
     def __init__(
@@ -53,11 +56,13 @@ class Blocks:
         hold: Callable[[int, int], None] = lambda *_: None,
         size: int = LAYER_BYTES,
         run: int = 4,
+        layers: int = 1,
     ) -> None:
         self.absent = set(absent)
         self.hold = hold
         self.size = size
         self.run = run
+        self.layers = layers
         self.cancelled = threading.Event()
         self.closed = threading.Event()
         self.requests: list[FetchRequest] = []
@@ -92,16 +97,19 @@ class _Answer:
         missing = [i for i, name in enumerate(request.keys) if name in source.absent]
         if missing:
             yield Missing(missing)
-        for layer in range(request.first_layer, request.end_layer):
+        for layer in range(request.first_layer, request.end_layer, source.layers):
+            end = min(layer + source.layers, request.end_layer)
             for first in range(0, len(request.keys), source.run):
-                there = [
-                    (i, layer_block(request.keys[i], layer, source.size))
-                    for i in range(first, min(first + source.run, len(request.keys)))
-                    if i not in missing
-                ]
-                for i, data in there:
+                last = min(first + source.run, len(request.keys))
+                for i in (i for i in range(first, last) if i not in missing):
                     source.hold(layer, i)
-                    yield Piece(layer, i, [xxhash.xxh3_64_intdigest(data)], [memoryview(data)])
+                    yield self._piece(Span(layer, end, i, 1))
+
+    def _piece(self, span: Span) -> Piece:
+        name, size = self.request.keys[span.first], self.blocks.size
+        data = [layer_block(name, n, size) for n in range(span.first_layer, span.end_layer)]
+        sums = [xxhash.xxh3_64_intdigest(part) for part in data]
+        return Piece(span, sums, [memoryview(b"".join(data))])
 
     def cancel(self) -> None:
         self.blocks.cancelled.set()
@@ -112,7 +120,7 @@ class Fetched:
     """What came of a fetch."""
 
     request: FetchRequest
-    destination: Destination
+    destination: StridedDestination
     layers: list[int] = field(default_factory=list)
     got: dict[tuple[int, int], int] = field(default_factory=dict)
     lacking: set[int] = field(default_factory=set)
@@ -121,12 +129,14 @@ class Fetched:
     on_landed: Callable[[int, int], object] = lambda *_: None
     fetch: Any = None
 
-    def landed(self, layer: int, first: int, checksums: Sequence[int]) -> None:
+    def landed(self, span: Span, checksums: Sequence[int]) -> None:
         assert not self.ends
-        self.layers.append(layer)
-        for i, checksum in enumerate(checksums, first):
-            self.got[layer, i] = checksum
-        self.on_landed(layer, first)
+        self.layers.append(span.first_layer)
+        left = iter(checksums)
+        for i in range(span.first, span.first + span.count):
+            for layer in range(span.first_layer, span.end_layer):
+                self.got[layer, i] = next(left)
+        self.on_landed(span.first_layer, span.first)
 
     def missing(self, blocks: Sequence[int]) -> None:
         self.lacking.update(blocks)
@@ -139,7 +149,7 @@ class Fetched:
         """Layer Blocks that landed with other bytes than their keys say, or another checksum."""
         found = []
         for (layer, i), checksum in self.got.items():
-            (view,) = self.destination.views(layer - self.request.first_layer, i, 1)
+            (view,) = self.destination.views(Span(layer, layer + 1, i, 1))
             data = layer_block(self.request.keys[i], layer, self.destination.layer_bytes)
             if view != data or checksum != xxhash.xxh3_64_intdigest(data):
                 found.append((layer, i))
@@ -156,6 +166,6 @@ def place_for(request: FetchRequest, *, by_layer: bool = True, guard: int = 0) -
     """A fetch and new memory for it, with so many bytes on both sides that are not part of it."""
     layers, blocks = request.end_layer - request.first_layer, len(request.keys)
     memory = memoryview(bytearray(layers * blocks * LAYER_BYTES + 2 * guard))
-    make = Destination.of_layers if by_layer else Destination.of_blocks
+    make = StridedDestination.of_layers if by_layer else StridedDestination.of_blocks
     destination = make(memory, LAYER_BYTES, blocks if by_layer else layers)
-    return Fetched(request, replace(destination, offset=guard))
+    return Fetched(request, replace(destination, offset=guard, first_layer=request.first_layer))

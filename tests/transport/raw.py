@@ -9,7 +9,7 @@ import threading
 import time
 
 from dualpath_sglang.transport import frames
-from dualpath_sglang.transport.base import FetchRequest
+from dualpath_sglang.transport.base import FetchRequest, Span
 from dualpath_sglang.transport.client import Connection, PeerAddress
 from dualpath_sglang.transport.frames import Head, Kind
 from dualpath_sglang.transport.handshake import VERSION
@@ -57,7 +57,7 @@ class RawPeer:
         return connection
 
     def send_half_a_piece(self, number: int) -> None:
-        front = frames.data_front([1, 2])
+        front = frames.data_front(Span(0, 1, 0, 2), [1, 2])
         head = Head(Kind.DATA, number, 0, 0, len(front) + 2 * LAYER_BYTES)
         self.sock.sendall(head.pack() + front + bytes(LAYER_BYTES))
 

@@ -13,7 +13,7 @@ import pytest
 import xxhash
 
 from dualpath_sglang.transport import frames
-from dualpath_sglang.transport.base import End, FetchRequest, Load, PeerLostError
+from dualpath_sglang.transport.base import End, FetchRequest, Load, PeerLostError, Span
 from dualpath_sglang.transport.client import Connection, Fetch, PeerAddress
 from dualpath_sglang.transport.frames import Head, Kind
 from dualpath_sglang.transport.server import Server, ServerOptions
@@ -50,7 +50,7 @@ class Peer:
 
     def data(self, layer: int, block: int, data: bytes | None = None) -> None:
         data = layer_block(self.fetched.request.keys[block], layer) if data is None else data
-        front = frames.data_front([xxhash.xxh3_64_intdigest(data)])
+        front = frames.data_front(Span(0, 1, 0, 1), [xxhash.xxh3_64_intdigest(data)])
         head = Head(Kind.DATA, self.fetch.number, layer, block, len(front) + len(data))
         self.raw.sock.sendall(head.pack() + front + data)
 
@@ -138,7 +138,7 @@ def test_whoever_cancels_second_waits_too(raw: RawPeer, monkeypatch: pytest.Monk
     monkeypatch.setattr("dualpath_sglang.transport.client._GRACE_S", 2.0)
     peer = Peer(raw)
     data = layer_block(peer.fetched.request.keys[0], 0)
-    front = frames.data_front([xxhash.xxh3_64_intdigest(data)])
+    front = frames.data_front(Span(0, 1, 0, 1), [xxhash.xxh3_64_intdigest(data)])
     head = Head(Kind.DATA, peer.fetch.number, 0, 0, len(front) + len(data))
     raw.sock.sendall(head.pack() + front + data[:100])
     wait_until(lambda: peer.connection._receiving)
@@ -180,8 +180,8 @@ class Raises(Fetched):
 
     where = ""
 
-    def landed(self, layer: int, first: int, checksums: Sequence[int]) -> None:
-        super().landed(layer, first, checksums)
+    def landed(self, span: Span, checksums: Sequence[int]) -> None:
+        super().landed(span, checksums)
         if self.where == "landed":
             raise RuntimeError("of the test")
 

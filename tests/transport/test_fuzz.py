@@ -19,7 +19,7 @@ import pytest
 import xxhash
 
 from dualpath_sglang.transport import frames
-from dualpath_sglang.transport.base import End, FetchRequest, Load, PeerLostError
+from dualpath_sglang.transport.base import End, FetchRequest, Load, PeerLostError, Span
 from dualpath_sglang.transport.client import Connection, PeerAddress
 from dualpath_sglang.transport.frames import Head, Kind
 from dualpath_sglang.transport.server import Server
@@ -94,16 +94,16 @@ def take_apart(cases: int, rng: random.Random) -> None:
     """Every parser, on what is nearly right: a value of ours, or the one error that is meant."""
     request = FetchRequest(GEOMETRY_ID, keys(3), 0, LAYERS, 1.0)
     fetch, end = frames.fetch_body(request), frames.end_body(Load(1, 2))
-    missing, front = frames.missing_body([1, 2]), frames.data_front([1, 2, 3])
+    missing, front = frames.missing_body([1, 2]), frames.data_front(Span(2, 3, 3, 3), [1, 2, 3])
     head = Head(Kind.DATA, 1, 2, 3, len(front) + 3 * LAYER_BYTES).pack()
     parsers: list[Callable[[bytes], object]] = [
         lambda data: Head.unpack(data.ljust(frames.HEAD_BYTES)[: frames.HEAD_BYTES]),
         frames.parse_fetch,
         lambda data: frames.parse_missing(data, 3),
         lambda data: frames.parse_end(Head(Kind.END, 1, rng.randrange(9)), data),
-        lambda data: frames.parse_checksums(data[:8].ljust(8), data[8:]),
-        lambda data: frames.data_count(
-            Head(Kind.DATA, 1, 0, 0, rng.randrange(1 << 20)), data[:8].ljust(8), LAYER_BYTES
+        lambda data: frames.parse_checksums(data[:12].ljust(12), data[12:]),
+        lambda data: frames.data_span(
+            Head(Kind.DATA, 1, 0, 0, rng.randrange(1 << 20)), data[:12].ljust(12), LAYER_BYTES
         ),
     ]
     good = [head, fetch, missing, end, front, front]
@@ -198,7 +198,7 @@ def to_a_client(cases: int, rng: random.Random) -> None:
             memory = fetched.destination.memory
             assert memory[:GUARD] == memory[-GUARD:] == bytes(GUARD), "beside the destination"
             for (layer, i), checksum in fetched.got.items():
-                (view,) = fetched.destination.views(layer, i, 1)
+                (view,) = fetched.destination.views(Span(layer, layer + 1, i, 1))
                 told = xxhash.xxh3_64_intdigest(view) == checksum
                 right = view == layer_block(fetched.request.keys[i], layer)
                 # What passes its checksum is right, unless the peer itself lies.
@@ -215,7 +215,7 @@ LIE = xxhash.xxh3_64_intdigest(bytes(LAYER_BYTES))
 def to_client(number: int, request: FetchRequest, rng: random.Random) -> bytes:
     layer, block = rng.randrange(LAYERS), rng.randrange(len(request.keys))
     data = layer_block(request.keys[block], layer)
-    front = frames.data_front([xxhash.xxh3_64_intdigest(data)])
+    front = frames.data_front(Span(0, 1, 0, 1), [xxhash.xxh3_64_intdigest(data)])
     piece = Head(Kind.DATA, number, layer, block, len(front) + len(data)).pack() + front + data
     what = rng.random()
     if what < 0.3:
@@ -223,13 +223,13 @@ def to_client(number: int, request: FetchRequest, rng: random.Random) -> bytes:
     if what < 0.5:
         return piece
     if what < 0.6:
-        lie = frames.data_front([LIE])
+        lie = frames.data_front(Span(0, 1, 0, 1), [LIE])
         head = Head(Kind.DATA, number, layer, block, len(lie) + LAYER_BYTES)
         return head.pack() + lie + bytes(LAYER_BYTES)
     if what < 0.9:
         kind = rng.choice([Kind.DATA, Kind.MISSING, Kind.END, Kind.FETCH, Kind.CANCEL])
         bodies = {
-            Kind.DATA: frames.data_front([LIE]) + bytes(LAYER_BYTES),
+            Kind.DATA: frames.data_front(Span(0, 1, 0, 1), [LIE]) + bytes(LAYER_BYTES),
             Kind.MISSING: frames.missing_body([0, block]),
             Kind.END: frames.end_body(Load(3, 4)),
         }

@@ -7,7 +7,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ import pytest
 
 from dualpath_sglang.transport import client as client_module
 from dualpath_sglang.transport.base import (
-    Destination,
     End,
     FetchRequest,
     Load,
     PeerLostError,
     RefusedError,
+    Span,
+    StridedDestination,
 )
 from dualpath_sglang.transport.client import Connection, PeerAddress
 from dualpath_sglang.transport.server import Server, ServerOptions
@@ -89,6 +91,66 @@ def test_every_layer_block_comes_in_order(
     assert not fetched.wrong()
     assert fetched.layers == sorted(fetched.layers)
     assert fetched.load == connection.load == Load(12345, 678)
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+@pytest.mark.parametrize("layers", [2, 3, LAYERS])
+def test_a_piece_may_hold_several_layers(
+    serve: Callable[..., Server], connect: Callable[..., Connection], layers: int, by_layer: bool
+) -> None:
+    connection = connect(serve(Blocks(layers=layers)))
+    fetched = run(connection, place_for(request_of(keys(9), 1), by_layer=by_layer))
+    assert fetched.ends == [End.OK]
+    assert set(fetched.got) == {(layer, i) for layer in range(1, LAYERS) for i in range(9)}
+    assert not fetched.wrong()
+
+
+@dataclass(frozen=True)
+class Choosy:
+    """Memory for all pieces but those of one layer."""
+
+    place: StridedDestination
+    not_layer: int
+    wait_s: float = 0.0
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.place.layer_bytes
+
+    def check(self, request: FetchRequest) -> None:
+        self.place.check(request)
+
+    def views(self, span: Span, deadline: float) -> Sequence[memoryview] | None:
+        if span.first_layer != self.not_layer:
+            return self.place.views(span)
+        time.sleep(min(self.wait_s, max(0.0, deadline - time.monotonic())))
+        return None
+
+
+def test_what_has_no_place_ends_its_fetch_and_no_other(
+    serve: Callable[..., Server], connect: Callable[..., Connection]
+) -> None:
+    connection = connect(serve(Blocks()))
+    wanted = place_for(request_of(keys(6)))
+    choosy = Choosy(wanted.destination, not_layer=2)
+    fetch = connection.fetch(wanted.request, choosy, wanted)
+    assert fetch.wait(SOON_S)
+    assert wanted.ends == [End.CANCELLED]
+    assert {layer for layer, _ in wanted.got} == {0, 1}
+    assert not wanted.wrong()
+    assert run(connection, place_for(request_of(keys(6)))).ends == [End.OK]
+
+
+def test_a_place_that_does_not_come_ends_its_fetch_at_the_deadline(
+    serve: Callable[..., Server], connect: Callable[..., Connection]
+) -> None:
+    connection = connect(serve(Blocks()))
+    wanted = place_for(request_of(keys(6), timeout_s=0.3))
+    choosy = Choosy(wanted.destination, not_layer=1, wait_s=SOON_S)
+    fetch = connection.fetch(wanted.request, choosy, wanted)
+    assert fetch.wait(SOON_S)
+    assert wanted.ends[0] in (End.TIMEOUT, End.CANCELLED)
+    assert run(connection, place_for(request_of(keys(6)))).ends == [End.OK]
 
 
 def test_the_check_sees_a_wrong_byte(
@@ -355,17 +417,17 @@ def test_one_who_does_not_answer_is_given_up_in_time() -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        Destination(memoryview(bytes(1 << 16)), 4096, 4096, 8192),
-        Destination(memoryview(bytearray(4 * 4096 - 1)), 4096, 4096, 8192),
-        Destination(memoryview(bytearray(1 << 16)), 4096, 4095, 8192),
-        Destination(memoryview(bytearray(1 << 16)), 4096, 4096, 4096),
-        Destination(memoryview(bytearray(1 << 16)), 4096, 4096, 8192, offset=-1),
-        Destination(memoryview(bytearray(1 << 16)), 4096, 0, 0),
-        Destination(memoryview(bytearray(1 << 16)).cast("H"), 4096, 4096, 8192),
+        StridedDestination(memoryview(bytes(1 << 16)), 4096, 4096, 8192),
+        StridedDestination(memoryview(bytearray(4 * 4096 - 1)), 4096, 4096, 8192),
+        StridedDestination(memoryview(bytearray(1 << 16)), 4096, 4095, 8192),
+        StridedDestination(memoryview(bytearray(1 << 16)), 4096, 4096, 4096),
+        StridedDestination(memoryview(bytearray(1 << 16)), 4096, 4096, 8192, offset=-1),
+        StridedDestination(memoryview(bytearray(1 << 16)), 4096, 0, 0),
+        StridedDestination(memoryview(bytearray(1 << 16)).cast("H"), 4096, 4096, 8192),
     ],
 )
 def test_a_destination_that_does_not_hold_it_is_refused(
-    serve: Callable[..., Server], connect: Callable[..., Connection], place: Destination
+    serve: Callable[..., Server], connect: Callable[..., Connection], place: StridedDestination
 ) -> None:
     connection = connect(serve(Blocks()))
     request = request_of(keys(2), 0, 2)
