@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from dualpath_sglang.evictor import Evictor
-from dualpath_sglang.index import Index, IndexMisconfiguredError, IndexUnavailableError
+from dualpath_sglang.index import Index, IndexMisconfiguredError, IndexUnavailableError, Report
 from dualpath_sglang.index.keeper import IndexKeeper
 from dualpath_sglang.index.source import EmbeddedSource, IndexSource
 from dualpath_sglang.node.report import Node, Reporter
@@ -398,6 +398,13 @@ class KVCache:
         return removed
 
     # -- condition --------------------------------------------------------------------------
+
+    def nodes(self) -> dict[str, Report] | None:
+        """What the processes that use the store last told; None when nobody can say now."""
+        with self._index_or_none() as index:
+            if index is not None:
+                return index.nodes()
+        return None
 
     def stats(self) -> CacheStats:
         """Counters of this process, and the usage of the root."""

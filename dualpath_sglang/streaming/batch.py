@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from dualpath_sglang.streaming.hedging import Progress
 from dualpath_sglang.streaming.landing import Fence, Landed, Target
 from dualpath_sglang.streaming.load import Load, LoadRequest, Outcome, PoolLoad
 from dualpath_sglang.streaming.options import StreamOptions
@@ -35,6 +36,11 @@ class Part:
         self.places: list[Placement] = []
         self.checksums: list[array[int] | None] = []
         self.target: Target | None = None
+        self.progress = Progress(len(load.keys), geometry.layers)
+        self.local_blocks = len(load.keys)
+        """How many this node is to read, the first ones."""
+        self.suspects: list[tuple[bytes, Placement | None, ReadStatus]] = []
+        """Blocks that this node cannot read and that another was asked for."""
 
     def arrange(self, places: Sequence[Placement]) -> None:
         """Number the blocks: neighbours in a segment come one after the other."""
@@ -60,7 +66,7 @@ class Part:
             most_bytes: of one piece.
         """
         geometry = self.load.pool.geometry
-        blocks = len(self.load.keys)
+        blocks = self.local_blocks
         ranges = layer_ranges(
             geometry.layers, geometry.layer_bytes, options.first_io_bytes, io_bytes, most_bytes
         )
@@ -92,13 +98,18 @@ class Request:
         self.due = [0] * layers
         """By layer of the model: Layer Blocks that have not landed."""
         self.queued_bytes = 0
+        """What this node has still to read for it."""
+        self.queued_tokens = 0
         self.read_bytes = 0
+        self.remote_bytes = 0
+        """Of the bytes read, those that other nodes brought."""
         self.outcome: Outcome | None = None
         for part in self.parts:
             for gate in part.load.gates:
                 self.due[gate] += len(part.load.keys)
             self.queued_bytes += len(part.load.keys) * part.load.pool.geometry.block_bytes
         self.left = sum(self.due)
+        self.queued_tokens = self.tokens
 
     @property
     def live(self) -> bool:
@@ -108,8 +119,16 @@ class Request:
     @property
     def tokens(self) -> int:
         """Tokens of its longest chain of pages."""
-        pages = ((len(p.load.keys), p.load.pool.geometry.page_tokens) for p in self.parts)
-        return max((count * tokens for count, tokens in pages), default=0)
+        return self._longest(len(part.load.keys) for part in self.parts)
+
+    @property
+    def local_tokens(self) -> int:
+        """Those of them that this node reads."""
+        return self._longest(part.local_blocks for part in self.parts)
+
+    def _longest(self, blocks: Iterable[int]) -> int:
+        pairs = zip(blocks, self.parts, strict=True)
+        return max((count * p.load.pool.geometry.page_tokens for count, p in pairs), default=0)
 
     @property
     def blocks(self) -> int:
@@ -150,17 +169,20 @@ class Batch:
         self.parts = [part for part, _ in pairs]
         self.plan = chunks([job for _, job in pairs])
 
-    def landed(self, part: Part, blocks: int, first_layer: int, end_layer: int) -> int:
-        """Note that layers ``[first_layer, end_layer)`` of some blocks are there; their bytes."""
+    def landed(self, part: Part, blocks: range, first_layer: int, end_layer: int) -> int:
+        """Note that layers ``[first_layer, end_layer)`` of some blocks are there.
+
+        Returns:
+            Bytes of those that were not before.
+        """
         request = part.request
-        for layer in range(first_layer, end_layer):
+        new = part.progress.landed(blocks.start, blocks.stop, first_layer, end_layer)
+        for layer, count in enumerate(new, first_layer):
             gate = part.load.gates[layer]
-            request.due[gate] -= blocks
-            self.due[gate] -= blocks
-        count = blocks * (end_layer - first_layer)
-        request.left -= count
-        size = count * part.layer_bytes
-        request.queued_bytes -= size
+            request.due[gate] -= count
+            self.due[gate] -= count
+        request.left -= sum(new)
+        size = sum(new) * part.layer_bytes
         request.read_bytes += size
         return size
 
@@ -179,7 +201,7 @@ class Batch:
         for layer, missing in enumerate(request.due):
             self.due[layer] -= missing
         request.due = [0] * len(request.due)
-        request.queued_bytes = 0
+        request.queued_bytes = request.queued_tokens = 0
 
     def ready_layers(self, announced: int) -> int:
         """How many layers more than the ``announced`` ones have landed, without a gap."""

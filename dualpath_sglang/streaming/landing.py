@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dualpath_storage import Pieces
-from dualpath_storage.ranges import RangeShape
+from dualpath_storage import Geometry, Pieces
 
 
 class Fence(Protocol):
@@ -26,19 +25,56 @@ class Fence(Protocol):
         ...
 
 
+class Shape(Protocol):
+    """How layers ``[first, end)`` of blocks lie in memory.
+
+    Block ``i`` begins at ``i * stride``, and its layers ``lead`` bytes later.
+    """
+
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def stride(self) -> int: ...
+    @property
+    def lead(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Layers of blocks with nothing between them. See :class:`Shape`."""
+
+    geometry: Geometry
+    first: int
+    end: int
+
+    @property
+    def stride(self) -> int:
+        """Bytes of the layers of one block."""
+        return (self.end - self.first) * self.geometry.layer_bytes
+
+    @property
+    def lead(self) -> int:
+        """None."""
+        return 0
+
+
 @dataclass(frozen=True, slots=True)
 class Staged:
     """Checked layers of some blocks of a request, side by side in staging memory.
 
     Args:
-        memory: block ``i`` begins at ``i * shape.stride``, see :class:`RangeShape`.
+        memory: of the blocks, see :class:`Shape`.
         begin: number of the first block in the target.
         count: blocks.
         checksums: of all layers of each block, as they stand in its header.
     """
 
     memory: memoryview
-    shape: RangeShape
+    shape: Shape
     begin: int
     count: int
     checksums: Sequence[Sequence[int]] = ()

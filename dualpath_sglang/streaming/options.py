@@ -22,6 +22,7 @@ class StreamOptions:
         piece_bytes: most bytes of one task, that is of one bulk copy to a device.
         retries: further reads of a block that failed, each after a fresh look into the index.
         probe_s: longest measurement of the device, made once and in the background.
+        hedge_after: share of a load's time after which a side that brings nothing is replaced.
     """
 
     staging_bytes: int = 256 * MIB
@@ -31,6 +32,7 @@ class StreamOptions:
     piece_bytes: int = 4 * MIB
     retries: int = 1
     probe_s: float = 0.3
+    hedge_after: float = 0.25
 
     def __post_init__(self) -> None:
         if self.staging_bytes < 64 * KIB:
@@ -41,3 +43,5 @@ class StreamOptions:
             raise StoreError("The sizes of I/Os and pieces must be at least one byte.")
         if self.retries < 0 or self.probe_s < 0:
             raise StoreError("retries and probe_s must not be negative.")
+        if not 0 < self.hedge_after <= 1:
+            raise StoreError("hedge_after must be above 0 and at most 1.")

@@ -21,6 +21,8 @@ from dualpath_sglang.streaming.stats import StreamStats
 from dualpath_storage.memory import Arena
 from dualpath_storage.workers import Workers
 
+_CALLERS = 4
+
 
 class Pipeline:
     """See the module.
@@ -45,8 +47,11 @@ class Pipeline:
         self.staging = Staging(memory)
         self.meter = RateMeter()
         self._cache = cache
+        self._options = options
         self._depth = options.queue_depth
         self._workers = Workers(options.queue_depth, "dualpath-stream-read")
+        # Reads that hang in the system must not keep up what could be done about it.
+        self._callers = Workers(_CALLERS, "dualpath-stream-call")
         self._post = post
         self._arrived = arrived
         self._stats = stats
@@ -55,6 +60,11 @@ class Pipeline:
         self._reading: set[Read] = set()
         self._late: set[Read] = set()  # given up at a deadline, not back yet
         self._copying: deque[tuple[Fence, Piece]] = deque()
+
+    @property
+    def piece_bytes(self) -> int:
+        """Most bytes of one read."""
+        return min(self._options.piece_bytes, self.staging.total_bytes // 2)
 
     @property
     def in_flight(self) -> int:
@@ -78,7 +88,7 @@ class Pipeline:
             del arena
             task()
 
-        self._workers.submit(run, lambda: None if then is None else self._post(then))
+        self._callers.submit(run, lambda: None if then is None else self._post(then))
 
     def fill(self, next_read: Callable[[], Read | None]) -> None:
         """Keep the workers busy, and as many reads again ready for them."""
@@ -142,10 +152,14 @@ class Pipeline:
 
     def _give(self, read: Read, landed: Landed) -> None:
         assert read.piece is not None
+        self.give(read.piece, landed)
+
+    def give(self, piece: Piece, landed: Landed = DONE) -> None:
+        """Take a piece back, once a device has read it too."""
         if landed.copied is not None:
-            self._copying.append((landed.copied, read.piece))
+            self._copying.append((landed.copied, piece))
         else:
-            self.staging.give(read.piece)
+            self.staging.give(piece)
 
     def reclaim(self) -> None:
         """Take back the pieces that a device has read."""
@@ -154,4 +168,6 @@ class Pipeline:
 
     def close(self, timeout_s: float) -> None:
         """Stop the workers. One that hangs in the system is left, with its memory."""
+        end = time.monotonic() + timeout_s
         self._workers.close(timeout_s)
+        self._callers.close(max(0.0, end - time.monotonic()))

@@ -10,7 +10,9 @@ class StreamStats:
     """Counters since the start, and from ``retired_bytes`` on what is the case now.
 
     ``failed_requests`` is by outcome. Bytes are payload, seconds are summed over threads.
-    ``repaired_blocks`` failed at first and were good when they were read again.
+    ``repaired_blocks`` failed at first and were good when they were read again. ``remote_bytes``
+    came from other nodes, and are not among ``read_bytes``; ``hedges`` are sides that were late and
+    replaced, ``hedged_bytes`` what this node read in place of another.
     """
 
     loads: int = 0
@@ -30,6 +32,12 @@ class StreamStats:
     queued_bytes: int = 0
     in_flight_reads: int = 0
     io_bytes: int = 0
+    remote_fetches: int = 0
+    remote_failed: int = 0
+    remote_bytes: int = 0
+    remote_bad_blocks: int = 0
+    hedges: int = 0
+    hedged_bytes: int = 0
 
     def copy(self) -> StreamStats:
         """The same numbers, which do not change any more."""

@@ -23,15 +23,18 @@ from functools import partial
 
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.pool import Pool
+from dualpath_sglang.scheduling.paths import Side
 from dualpath_sglang.streaming.batch import Batch, Part, Request
 from dualpath_sglang.streaming.estimate import Forecast
 from dualpath_sglang.streaming.landing import DONE, Landed, Staged
 from dualpath_sglang.streaming.load import Load, LoadRequest, LoadResult, OnLayer, Outcome
 from dualpath_sglang.streaming.options import StreamOptions
+from dualpath_sglang.streaming.other_paths import LOCAL, Alone, OtherPaths
 from dualpath_sglang.streaming.pipeline import Pipeline
 from dualpath_sglang.streaming.plan import Turns
 from dualpath_sglang.streaming.probe import Probe
 from dualpath_sglang.streaming.reads import Read
+from dualpath_sglang.streaming.remote_side import RemoteSide
 from dualpath_sglang.streaming.stats import StreamStats
 from dualpath_storage import Geometry, Placement, ReadStatus, StoreError
 from dualpath_storage.memory import aligned
@@ -48,6 +51,7 @@ class LayerStreamer:
     Args:
         cache: where the blocks are.
         memory: page-aligned staging memory (pinned, for a CUDA device); None allocates it.
+        paths: other nodes that read for this one.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class LayerStreamer:
         options: StreamOptions | None = None,
         *,
         memory: memoryview | None = None,
+        paths: OtherPaths | None = None,
     ) -> None:
         self.options = options or StreamOptions()
         self._cache = cache
@@ -68,6 +73,18 @@ class LayerStreamer:
             self._inbox.put,
             self._on_read,
             self._stats,
+        )
+        self._paths = paths or Alone()
+        self._remote = RemoteSide(
+            self._paths,
+            self._pipeline,
+            cache.read_queue,
+            self._inbox.put,
+            self._land,
+            self._lose,
+            self._advance,
+            self._stats,
+            self.options.hedge_after,
         )
         self._probe = Probe(cache, self.options, self._inbox.put, self._pipeline.meter)
         self._batches: list[Batch] = []
@@ -137,7 +154,9 @@ class LayerStreamer:
     def forecast(self) -> Forecast:
         """What a load would take now; from memory."""
         rate = self._pipeline.meter.rate(time.monotonic())
-        return Forecast(rate, self._cache.read_queue.bytes, self._pipeline.stalled)
+        if rate is not None:
+            rate += self._paths.bytes_per_s
+        return Forecast(rate, self._cache.read_queue.bytes, self._stalled)
 
     def stats(self) -> StreamStats:
         """Counters since the start, and what is under way."""
@@ -180,6 +199,7 @@ class LayerStreamer:
         with contextlib.suppress(queue.Empty):
             message = self._inbox.get(timeout=self._patience_s())
         self._expire()
+        self._remote.watch()
         if message is not None:
             message()
         self._pipeline.reclaim()
@@ -191,7 +211,7 @@ class LayerStreamer:
         if not self._batches:
             return None
         nearest = min(batch.load.deadline for batch in self._batches)
-        return max(0.0, nearest - time.monotonic())
+        return max(0.0, min(nearest - time.monotonic(), self._remote.patience_s()))
 
     def _cancel(self, load: Load, rid: str | None) -> None:
         self._inbox.put(partial(self._on_cancel, load, rid))
@@ -216,8 +236,8 @@ class LayerStreamer:
         self._stats.loads += 1
         self._stats.requests += len(batch.requests)
         for request in batch.requests:
-            self._cache.read_queue.add(request.queued_bytes, request.tokens)
-        if self._pipeline.stalled:
+            self._cache.read_queue.add(request.queued_bytes, request.queued_tokens)
+        if self._stalled:
             self._end_live(batch, Outcome.TIMEOUT, reason="stalled")
             return
         for request in batch.requests:
@@ -250,13 +270,26 @@ class LayerStreamer:
                 self._on_located(batch, request, missing, whole=len(done) == len(request.parts))
             if batch.unlocated == 0:
                 parts = [part for r in batch.requests if r.live for part in r.parts]
-                most = min(self.options.piece_bytes, self._pipeline.staging.total_bytes // 2)
-                io_bytes = self._probe.io_bytes
-                batch.make_plan([(p, p.job(self.options, io_bytes, most)) for p in parts])
+                self._remote.deal(batch, parts, self._own_side(batch))
+                most, io_bytes = self._pipeline.piece_bytes, self._probe.io_bytes
+                local = [part for part in parts if part.local_blocks]
+                batch.make_plan([(p, p.job(self.options, io_bytes, most)) for p in local])
             self._advance(batch)
 
         batch.unlocated += 1
         self._pipeline.call(look, look_ended)
+
+    def _own_side(self, batch: Batch) -> Side:
+        """This node as one that can read, without what it is to read for the batch."""
+        theirs = sum(request.queued_bytes for request in batch.requests)
+        queued = max(0, self._cache.read_queue.bytes - theirs)
+        rate = 0.0 if self._pipeline.stalled else self._pipeline.meter.rate(time.monotonic())
+        return Side(LOCAL, queued, rate)
+
+    @property
+    def _stalled(self) -> bool:
+        """Whether neither this node's store nor another node can be relied on."""
+        return self._pipeline.stalled and not self._paths.ready
 
     def _on_located(
         self,
@@ -301,7 +334,7 @@ class LayerStreamer:
             if read.results is None:
                 self._end(batch, request, Outcome.ERROR, "read")
             else:
-                landed = self._land(read)
+                landed = self._land_read(read)
                 self._deal_with_bad(read)
         except Exception:
             logger.exception("A piece of request %s cannot land", request.load.rid)
@@ -310,9 +343,10 @@ class LayerStreamer:
         self._advance(batch)
         return landed
 
-    def _land(self, read: Read) -> Landed:
-        part, batch = read.part, read.batch
-        assert part.target is not None and read.results is not None
+    def _land_read(self, read: Read) -> Landed:
+        part = read.part
+        assert read.results is not None
+        self._remote.local_came(part)
         landed = DONE
         for begin, end in read.good_runs():
             checksums = []
@@ -320,17 +354,32 @@ class LayerStreamer:
                 part.places[block] = read.place(block)
                 part.checksums[block] = sums = read.results[block - read.begin].checksums
                 checksums.append(sums if sums is not None else ())
-            staged = Staged(read.memory_of(begin), read.shape, begin, end - begin, checksums)
-            landed = part.target.land(staged)
-            batch.note_fences(part, read.first_layer, landed)
-            size = batch.landed(part, end - begin, read.first_layer, read.end_layer)
+            size = (end - begin) * read.shape.payload_bytes
+            part.request.queued_bytes -= size
             self._cache.read_queue.add(-size)
             self._stats.read_bytes += size
             if read.attempt:
                 self._stats.repaired_blocks += end - begin
+            staged = Staged(read.memory_of(begin), read.shape, begin, end - begin, checksums)
+            landed = self._land(read.batch, part, staged, range(begin, end))
+            if not part.request.live:
+                break
+        return landed
+
+    def _land(self, batch: Batch, part: Part, staged: Staged, blocks: range) -> Landed:
+        """Put checked layers into the pages; whoever brought them."""
+        assert part.target is not None
+        landed = part.target.land(staged)
+        batch.note_fences(part, staged.shape.first, landed)
+        batch.landed(part, blocks, staged.shape.first, staged.shape.end)
         if part.request.left == 0:
             self._end(batch, part.request, Outcome.OK)
         return landed
+
+    def _lose(self, batch: Batch, request: Request, reason: str) -> None:
+        """Nobody brings a block."""
+        if request.live:
+            self._end(batch, request, Outcome.MISS, reason)
 
     def _deal_with_bad(self, read: Read) -> None:
         part = read.part
@@ -339,7 +388,11 @@ class LayerStreamer:
                 self._stats.reread_blocks += 1
                 self._pipeline.again(read.again(block))
                 continue
-            self._report(part, [(part.key(block), read.place(block), status)])
+            row = (part.key(block), read.place(block), status)
+            if part.request.live and self._remote.local_failed(read.batch, part, block):
+                part.suspects.append(row)  # it may be this node's fault
+                continue
+            self._report(part, [row])
             if part.request.live:
                 self._end(read.batch, part.request, Outcome.MISS, status.value)
 
@@ -364,13 +417,17 @@ class LayerStreamer:
         """A request has its result; nothing of it lands any more. Then :meth:`_advance`."""
         load = batch.load
         seconds = time.monotonic() - load.began
-        self._cache.read_queue.add(-request.queued_bytes, -request.tokens)
+        self._cache.read_queue.add(-request.queued_bytes, -request.queued_tokens)
         batch.take_out(request, outcome)
         self._pipeline.abandon(request, late=outcome is Outcome.TIMEOUT)
+        self._remote.abandon(request)
         load.settle(
             request.load.rid,
             LoadResult(outcome, reason, request.blocks, request.read_bytes, seconds),
         )
+        for part in request.parts:
+            if part.suspects and outcome is Outcome.MISS:
+                self._report(part, part.suspects)
         if outcome is Outcome.OK:
             self._stats.blocks += request.blocks
             for part in request.parts:

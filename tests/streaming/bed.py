@@ -5,17 +5,19 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench.throttle import HookedBackend
+from dualpath_sglang.index.source import IndexSource
 from dualpath_sglang.kvcache import KVCache, WriteResult
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.streaming.landing import MemoryLanding
 from dualpath_sglang.streaming.load import Load, LoadRequest, LoadResult, PoolLoad
 from dualpath_sglang.streaming.options import StreamOptions
+from dualpath_sglang.streaming.other_paths import OtherPaths
 from dualpath_sglang.streaming.streamer import LayerStreamer
 from dualpath_storage import Geometry, StoreOptions, pieces_of
 
@@ -131,16 +133,25 @@ class Reads:
 class Bed:
     """See the module. Use as a context."""
 
-    def __init__(self, root: Path, options: StreamOptions | None = None, **store: Any) -> None:
+    def __init__(
+        self,
+        root: Path,
+        options: StreamOptions | None = None,
+        *,
+        index: IndexSource | None = None,
+        paths: Callable[[KVCache], OtherPaths] | None = None,
+        **store: Any,
+    ) -> None:
         store.setdefault("capacity_bytes", 256 * MIB)
         store.setdefault("direct_io", "off")
         store.setdefault("segment_bytes", 1 * MIB)
         self.reads = Reads()
         self.backend = HookedBackend(root, self.reads)
-        self.cache = KVCache(StoreOptions(root=root, **store), self.backend)
+        self.cache = KVCache(StoreOptions(root=root, **store), self.backend, index=index)
         self.streamer = LayerStreamer(
             self.cache,
             options or StreamOptions(staging_bytes=4 * MIB, queue_depth=4, probe_s=0),
+            paths=None if paths is None else paths(self.cache),
         )
 
     def __enter__(self) -> Bed:

@@ -1,0 +1,136 @@
+"""Reading whole blocks into host memory over both paths, for whoever waits for all of them.
+
+What other nodes are to read goes straight into the caller's memory while this node reads its own
+share. A node that brings nothing for a while is given up; then nothing of it writes any more, and
+what it still owes is read here. What this node cannot read is asked of another one, once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dualpath_sglang.kvcache import KVCache
+from dualpath_sglang.paths.host_fetch import HostFetch
+from dualpath_sglang.pool import Pool
+from dualpath_sglang.scheduling.paths import Side
+from dualpath_sglang.streaming.other_paths import LOCAL, Blame, OtherPaths
+from dualpath_sglang.transport.base import FetchRequest
+from dualpath_storage import Pieces, Placement, ReadStatus
+
+_SAMPLE_BYTES = 1 << 20
+_NEW_SHARE = 0.3
+
+
+@dataclass(slots=True)
+class _Job:
+    """Blocks to be read, and which of them have been."""
+
+    pool: Pool
+    keys: Sequence[bytes]
+    pieces: Sequence[Pieces]
+    began: float
+    timeout_s: float
+    good: list[bool]
+
+    @property
+    def deadline(self) -> float:
+        return self.began + self.timeout_s
+
+    @property
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+
+class HostReader:
+    """See the module. Thread-safe.
+
+    Args:
+        paths: the other nodes.
+        hedge_after: share of a read's time after which a node that brings nothing is given up.
+    """
+
+    def __init__(self, cache: KVCache, paths: OtherPaths, hedge_after: float = 0.25) -> None:
+        self._cache = cache
+        self._paths = paths
+        self._hedge_after = hedge_after
+        self._rate: float | None = None
+        self._lock = threading.Lock()
+
+    def read(
+        self, pool: Pool, keys: Sequence[bytes], pieces: Sequence[Pieces], *, timeout_s: float
+    ) -> list[bool]:
+        """As :meth:`KVCache.read`, of whole blocks."""
+        job = _Job(pool, keys, pieces, time.monotonic(), timeout_s, [False] * len(keys))
+        own = Side(LOCAL, self._cache.read_queue.bytes, self._rate)
+        shares = self._paths.shares(pool.geometry, len(keys), own)
+        fetches: list[HostFetch] = []
+        mine: list[int] = []
+        for share in shares:
+            numbers = range(share.first, share.first + share.count)
+            fetch = None if share.side == LOCAL else self._ask(job, numbers, share.side)
+            if fetch is None:
+                mine += numbers
+            else:
+                fetches.append(fetch)
+        self._read_here(job, mine)
+        self._await(job, fetches)
+        self._read_here(job, [i for f in fetches for i in f.numbers if not job.good[i]])
+        self._substitute(job, [i for i in mine if not job.good[i]])
+        return job.good
+
+    def _ask(self, job: _Job, numbers: Sequence[int], side: str) -> HostFetch | None:
+        """Ask another node; None when it cannot be asked."""
+        geometry = job.pool.geometry
+        if job.left_s <= 0:
+            return None
+        fetch = HostFetch(side, geometry, numbers, [job.pieces[i] for i in numbers])
+        keys = [job.keys[i] for i in numbers]
+        request = FetchRequest(geometry.id_bytes, keys, 0, geometry.layers, job.left_s)
+        fetch.going = self._paths.begin(side, request, fetch, fetch)
+        return None if fetch.going is None else fetch
+
+    def _await(self, job: _Job, fetches: Sequence[HostFetch]) -> None:
+        """Until every fetch is over or given up."""
+        patience_s = self._hedge_after * job.timeout_s
+        for fetch in fetches:
+            if not fetch.wait(patience_s, job.deadline):
+                self._paths.blame(fetch.side, Blame.LATE)
+                assert fetch.going is not None
+                fetch.going.cancel()
+            if fetch.damaged:
+                self._paths.blame(fetch.side, Blame.BAD)
+            whole = fetch.whole
+            for i in whole:
+                job.good[i] = True
+            came: list[tuple[bytes, Placement | None, ReadStatus]] = [
+                (job.keys[i], None, ReadStatus.OK) for i in whole
+            ]
+            self._cache.report(job.pool, came)
+
+    def _read_here(self, job: _Job, numbers: Sequence[int]) -> None:
+        if not numbers or job.left_s <= 0:
+            return
+        began = time.monotonic()
+        keys, pieces = [job.keys[i] for i in numbers], [job.pieces[i] for i in numbers]
+        read = self._cache.read(job.pool, keys, pieces, timeout_s=job.left_s)
+        for i, good in zip(numbers, read, strict=True):
+            job.good[i] = good
+        self._measure(sum(read) * job.pool.geometry.block_bytes, time.monotonic() - began)
+
+    def _measure(self, size: int, seconds: float) -> None:
+        if size < _SAMPLE_BYTES or seconds <= 0:
+            return
+        rate = size / seconds
+        with self._lock:
+            old = rate if self._rate is None else self._rate
+            self._rate = old + _NEW_SHARE * (rate - old)
+
+    def _substitute(self, job: _Job, numbers: Sequence[int]) -> None:
+        """What this node could not read is asked of another."""
+        side = self._paths.substitute(job.pool.geometry) if numbers else None
+        fetch = None if side is None else self._ask(job, numbers, side)
+        if fetch is not None:
+            self._await(job, [fetch])

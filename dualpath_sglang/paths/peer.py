@@ -1,0 +1,302 @@
+"""Another node's agent, as this process knows it: a connection, its read queue, its speed.
+
+A peer that fails is let go of and reached anew, with pauses that double; until it has proved by its
+handshake that it is alive and of one mind with us, nothing is asked of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dualpath_sglang.scheduling.paths import Side
+from dualpath_sglang.streaming.estimate import RateMeter
+from dualpath_sglang.streaming.other_paths import Blame
+from dualpath_sglang.transport.base import (
+    Destination,
+    End,
+    Fetching,
+    FetchRequest,
+    Load,
+    RefusedError,
+    Span,
+    TransportError,
+)
+from dualpath_sglang.transport.client import Connection, Fetch, PeerAddress
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_S = 2.0
+_PAUSES_S = (0.25, 4.0)
+_BUSY_S = 0.2
+_UNKNOWN_S = 2.0
+_SILENT_S = 0.5
+_DELAY_S = 0.002
+"""What the way over another node adds to a read, beside the reading."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a node said of itself, and when (monotonic seconds)."""
+
+    load: Load
+    at: float
+
+
+class Peer:
+    """See the module. Thread-safe.
+
+    Args:
+        name: unique; what sides are called.
+        address: where it listens.
+        counts: of all peers: fetches by how they ended, and what went wrong.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: PeerAddress,
+        counts: Counter[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.address = address
+        self.reported_at: object = None
+        """Which of its reports was heeded last."""
+        self.read_rate: float | None = None
+        """Bytes a second that it reads from storage, as it says itself."""
+        self._counts = counts
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self._connecting = False
+        self._closed = False
+        self._pause_s = 0.0
+        self._try_at = 0.0
+        self._not_before = 0.0
+        self._unknown: dict[bytes, float] = {}
+        self._meter = RateMeter()
+        self._told = Told(Load(), clock())
+        self._asked_since = 0
+        self._outstanding = 0
+        self._heard = clock()
+        self._state = ""
+
+    # -- whether and how well ---------------------------------------------------------------
+
+    def usable(self, geometry_id: bytes) -> bool:
+        """Whether blocks of a geometry can be asked for now."""
+        now = self._clock()
+        connection = self._connection
+        return (
+            connection is not None
+            and connection.lost is None
+            and now >= self._not_before
+            and now >= self._unknown.get(geometry_id, 0.0)
+        )
+
+    def side(self) -> Side:
+        """The peer as one that can read."""
+        rate = self.rate
+        return Side(self.name, self._queue_bytes(rate), rate, _DELAY_S)
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes a second that it brings; None when nothing is known."""
+        return self.read_rate or self._meter.rate(self._clock())
+
+    def _queue_bytes(self, rate: float | None) -> int:
+        """What it has still to read: what it said, what was asked of it since, what it read."""
+        with self._lock:
+            told, since, ours = self._told, self._asked_since, self._outstanding
+        read = int((self._clock() - told.at) * (rate or 0.0))
+        return max(ours, told.load.bytes + since - read)
+
+    def said(self, load: Load) -> None:
+        """It told how long its read queue is."""
+        with self._lock:
+            self._told = Told(load, self._clock())
+            self._asked_since = 0
+
+    # -- the connection ---------------------------------------------------------------------
+
+    def reach(self) -> None:
+        """Begin to connect, in a thread, if there is need and it is time."""
+        with self._lock:
+            connection = self._connection
+            alive = connection is not None and connection.lost is None
+            if alive or self._connecting or self._closed or self._clock() < self._try_at:
+                return
+            self._connecting = True
+        if connection is not None:
+            self._say(connection.lost or "the connection was closed")
+        threading.Thread(target=self._connect, name="dualpath-connect", daemon=True).start()
+
+    def _connect(self) -> None:
+        connection = None
+        try:
+            connection = Connection(self.address, time.monotonic() + _CONNECT_S)
+        except RefusedError as error:
+            self._counts["refused"] += 1
+            self._say(str(error))
+        except TransportError as error:
+            self._counts["unreachable"] += 1
+            self._say(str(error))
+        except Exception:
+            logger.exception("Connecting to %s failed", self.address)
+        with self._lock:
+            self._connecting = False
+            old, self._connection = self._connection, connection
+            closed = self._closed
+            if connection is None:
+                self._wait_longer()
+            else:
+                self._told, self._asked_since = Told(Load(), self._clock()), 0
+        if connection is not None:
+            self._say("")
+            if closed:
+                connection.close()
+        if old is not None:
+            old.close()
+
+    def _wait_longer(self) -> None:
+        """With the lock held."""
+        first, longest = _PAUSES_S
+        self._pause_s = min(max(first, 2 * self._pause_s), longest)
+        self._try_at = self._clock() + self._pause_s
+
+    def _say(self, why: str) -> None:
+        """One line a change of state."""
+        if why == self._state:
+            return
+        if why:
+            logger.warning("Node %s at %s is not used: %s", self.name, self.address, why)
+        else:
+            logger.info("Node %s at %s reads for this one", self.name, self.address)
+        self._state = why
+
+    def close(self) -> None:
+        """Let go of it; every fetch ends."""
+        with self._lock:
+            self._closed = True
+            connection = self._connection
+        if connection is not None:
+            connection.close()
+
+    # -- fetching ---------------------------------------------------------------------------
+
+    def begin(
+        self, request: FetchRequest, destination: Destination, told: Fetching
+    ) -> PeerFetch | None:
+        """Ask for blocks; None when that cannot be done now."""
+        connection = self._connection
+        if connection is None:
+            return None
+        layers = request.end_layer - request.first_layer
+        size = len(request.keys) * layers * destination.layer_bytes
+        going = PeerFetch(
+            self, connection, told, request.geometry_id, destination.layer_bytes, size
+        )
+        with self._lock:
+            self._asked_since += size
+            self._outstanding += size
+        try:
+            going.fetch = connection.fetch(request, destination, going)
+        except (TransportError, ValueError) as error:
+            self._returned(size)
+            self._counts["not_begun"] += 1
+            logger.debug("A fetch from %s cannot begin: %s", self.name, error)
+            return None
+        return going
+
+    def blame(self, why: Blame) -> None:
+        """It did not do what it should."""
+        self._counts[why.value] += 1
+        silent = self._clock() - self._heard > _SILENT_S
+        if why is Blame.BAD or silent:
+            said = "what it sends is damaged" if why is Blame.BAD else "it does not answer in time"
+            self._say(said)
+            self._let_go()
+        else:  # it has much to do
+            self._not_before = self._clock() + _BUSY_S
+
+    def _let_go(self) -> None:
+        with self._lock:
+            connection = self._connection
+            self._wait_longer()
+        if connection is not None:
+            connection.shut()
+
+    # -- for its fetches --------------------------------------------------------------------
+
+    def _came(self, size: int) -> None:
+        self._heard = self._clock()
+        with self._lock:
+            self._outstanding -= size
+            self._meter.note(size, self._heard, full=self._outstanding > 0)
+
+    def _returned(self, size: int) -> None:
+        with self._lock:
+            self._outstanding -= size
+
+    def _ended(self, geometry_id: bytes, end: End, load: Load | None, left: int) -> None:
+        self._returned(left)
+        self._counts[end.name.lower()] += 1
+        if load is not None:
+            self._heard = self._clock()
+            self.said(load)
+        if end is End.OK:
+            self._pause_s = 0.0
+        elif end is End.BUSY:
+            self._not_before = self._clock() + _BUSY_S
+        elif end is End.UNKNOWN:
+            self._unknown[geometry_id] = self._clock() + _UNKNOWN_S
+        elif end is End.LOST:
+            with self._lock:
+                self._wait_longer()
+
+
+class PeerFetch:
+    """A fetch under way; passes on what comes, and notes it. See :class:`Fetching`."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        connection: Connection,
+        told: Fetching,
+        geometry_id: bytes,
+        layer_bytes: int,
+        size: int,
+    ) -> None:
+        self.fetch: Fetch | None = None
+        self._peer = peer
+        self._connection = connection
+        self._told = told
+        self._geometry_id = geometry_id
+        self._layer_bytes = layer_bytes
+        self._left = size
+
+    def landed(self, span: Span, checksums: Sequence[int]) -> None:
+        """See :class:`Fetching`."""
+        size = span.layer_blocks * self._layer_bytes
+        self._left -= size
+        self._peer._came(size)
+        self._told.landed(span, checksums)
+
+    def missing(self, blocks: Sequence[int]) -> None:
+        """See :class:`Fetching`."""
+        self._told.missing(blocks)
+
+    def ended(self, end: End, load: Load | None) -> None:
+        """See :class:`Fetching`."""
+        self._peer._ended(self._geometry_id, end, load, self._left)
+        self._told.ended(end, load)
+
+    def cancel(self) -> None:
+        """Give it up; nothing writes to its destination afterwards."""
+        if self.fetch is not None:
+            self._connection.cancel(self.fetch)

@@ -1,0 +1,224 @@
+"""All other nodes that can read for this one, and what is asked of whom.
+
+Who there is comes from the reports in the index. Nothing here waits for the network but
+:meth:`Peers.begin`; connections are made in the background.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from dualpath_sglang.index import Report
+from dualpath_sglang.paths.peer import Peer, PeerFetch
+from dualpath_sglang.scheduling.paths import Share, Side, shorter_queue, split
+from dualpath_sglang.streaming.other_paths import Blame
+from dualpath_sglang.transport.base import Destination, Fetching, FetchRequest, Load
+from dualpath_sglang.transport.client import PeerAddress
+from dualpath_sglang.transport.handshake import VERSION
+from dualpath_storage import Geometry
+
+logger = logging.getLogger(__name__)
+
+Policy: TypeAlias = Literal["split", "shorter_queue", "local", "peer"]
+"""Who reads a hit: this node and others at the same time, whoever has the shorter read queue, this
+node alone, or another one alone."""
+
+_LOOK_EVERY_S = 0.25
+_FORGET_S = 5.0
+"""A node that is not reported any more is kept for so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathOptions:
+    """How other nodes are used.
+
+    Args:
+        policy: see :data:`Policy`.
+        floor_bytes: a smaller hit is not split.
+        secret: shared by all nodes, or why there is none: asked whenever a node is found.
+        tls: encrypts, when given.
+        dscp: traffic class of what is sent.
+        own: id of this machine's own agent, which is no other node; asked now and then.
+    """
+
+    policy: Policy = "split"
+    floor_bytes: int = 1 << 20
+    secret: Callable[[], bytes] = field(default=lambda: b"", repr=False)
+    tls: ssl.SSLContext | None = None
+    dscp: int = 0
+    own: Callable[[], str | None] = field(default=lambda: None, repr=False)
+
+
+class Peers:
+    """See :class:`~dualpath_sglang.streaming.other_paths.OtherPaths`.
+
+    Args:
+        reports: what the nodes of the index told last; None when nobody can say now.
+    """
+
+    def __init__(
+        self, reports: Callable[[], Mapping[str, Report] | None], options: PathOptions | None = None
+    ) -> None:
+        self.options = options or PathOptions()
+        self.counts: Counter[str] = Counter()
+        """Fetches by how they ended, and what went wrong."""
+        self._reports = reports
+        self._peers: dict[str, Peer] = {}
+        self._seen: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="dualpath-peers", daemon=True)
+        if self.options.policy != "local":
+            self._thread.start()
+
+    # -- who reads --------------------------------------------------------------------------
+
+    def shares(self, geometry: Geometry, blocks: int, own: Side) -> Sequence[Share]:
+        """See :class:`OtherPaths`."""
+        if not blocks:
+            return []
+        sides = [peer.side() for peer in self._usable(geometry)]
+        policy = self.options.policy
+        if policy == "local" or not sides:
+            return [Share(own.name, 0, blocks)]
+        if policy == "split":
+            return split([own, *sides], blocks, geometry.block_bytes, self.options.floor_bytes)
+        chosen = shorter_queue(sides if policy == "peer" else [own, *sides])
+        return [Share(chosen.name, 0, blocks)]
+
+    def substitute(self, geometry: Geometry) -> str | None:
+        """See :class:`OtherPaths`."""
+        sides = [peer.side() for peer in self._usable(geometry)]
+        return shorter_queue(sides).name if sides else None
+
+    @property
+    def ready(self) -> bool:
+        """See :class:`OtherPaths`."""
+        return bool(self._usable(None))
+
+    @property
+    def bytes_per_s(self) -> float:
+        """See :class:`OtherPaths`."""
+        if self.options.policy != "split":
+            return 0.0
+        return sum(peer.rate or 0.0 for peer in self._usable(None))
+
+    def _usable(self, geometry: Geometry | None) -> list[Peer]:
+        name = b"" if geometry is None else geometry.id_bytes
+        with self._lock:
+            peers = list(self._peers.values())
+        return [peer for peer in peers if peer.usable(name)]
+
+    # -- fetching ---------------------------------------------------------------------------
+
+    def begin(
+        self, side: str, request: FetchRequest, destination: Destination, told: Fetching
+    ) -> PeerFetch | None:
+        """See :class:`OtherPaths`."""
+        with self._lock:
+            peer = self._peers.get(side)
+        return None if peer is None else peer.begin(request, destination, told)
+
+    def blame(self, side: str, why: Blame) -> None:
+        """See :class:`OtherPaths`."""
+        with self._lock:
+            peer = self._peers.get(side)
+        if peer is not None:
+            peer.blame(why)
+
+    # -- who there is -----------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while not self._stop.wait(_LOOK_EVERY_S):
+            try:
+                self.look()
+            except Exception:
+                logger.exception("Looking for other nodes failed; it goes on")
+
+    def look(self) -> None:
+        """Learn of nodes that came and went, and connect to those that are not connected."""
+        reports = self._reports()
+        if reports is not None:
+            self._learn(reports)
+        with self._lock:
+            peers = list(self._peers.values())
+        for peer in peers:
+            peer.reach()
+
+    def _learn(self, reports: Mapping[str, Report]) -> None:
+        now, own = time.monotonic(), self.options.own()
+        for report in reports.values():
+            name = str(report.get("node_id", ""))
+            if report.get("role") != "node" or not name or name == own:
+                continue
+            if report.get("protocol") != VERSION:
+                self._note_version(name, report)
+                continue
+            peer = self._peer(name, str(report.get("listen", "")))
+            if peer is not None:
+                self._seen[name] = now
+                _heed(peer, report)
+        gone = [name for name, seen in self._seen.items() if now - seen > _FORGET_S or name == own]
+        for name in gone:
+            del self._seen[name]
+            with self._lock:
+                peer = self._peers.pop(name)
+            logger.info("Node %s is gone", name)
+            peer.close()
+
+    def _peer(self, name: str, listen: str) -> Peer | None:
+        with self._lock:
+            peer = self._peers.get(name)
+        if peer is not None:
+            return peer
+        host, _, port = listen.rpartition(":")
+        if not host or not port.isdigit():
+            return None
+        options = self.options
+        address = PeerAddress(
+            host.strip("[]"), int(port), options.secret(), options.tls, options.dscp
+        )
+        peer = Peer(name, address, self.counts)
+        with self._lock:
+            self._peers[name] = peer
+        return peer
+
+    def _note_version(self, name: str, report: Report) -> None:
+        if self.counts[f"version {name}"] == 0:
+            logger.warning(
+                "Node %s is not used: it speaks version %s of the protocol, not %s",
+                name,
+                report.get("protocol"),
+                VERSION,
+            )
+        self.counts[f"version {name}"] += 1
+
+    def close(self) -> None:
+        """Let go of all; every fetch ends."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        with self._lock:
+            peers, self._peers = list(self._peers.values()), {}
+        for peer in peers:
+            peer.close()
+
+
+def _heed(peer: Peer, report: Report) -> None:
+    """What a node says of itself."""
+    queue, tokens, rate = (
+        report.get(field) for field in ("read_queue_bytes", "read_queue_tokens", "read_rate")
+    )
+    at = report.get("up_s")
+    if isinstance(queue, int) and at != peer.reported_at:
+        peer.reported_at = at
+        peer.said(Load(queue, tokens if isinstance(tokens, int) else 0))
+    if isinstance(rate, int | float) and rate > 0:
+        peer.read_rate = float(rate)

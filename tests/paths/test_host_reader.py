@@ -1,0 +1,167 @@
+"""Whole blocks into host memory over both paths."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dualpath_sglang.paths.host_reader import HostReader
+from dualpath_sglang.pool import Pool
+from tests.paths.cluster import Cluster, flip_one_bit_after, stop_after
+from tests.paths.test_streaming_paths import failing
+from tests.streaming.bed import FILLER, block_bytes, chain, geometry
+from tests.support.redis_server import RedisServer
+
+COUNT = 24
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@dataclass
+class Host:
+    """A cluster whose prefill node reads into host memory, two pieces a layer."""
+
+    nodes: Cluster
+    reader: HostReader
+    pool: Pool
+    keys: list[bytes]
+    memory: bytearray
+
+    def read(self, timeout_s: float = 20.0, keys: list[bytes] | None = None) -> list[bool]:
+        size, step = self.pool.geometry.block_bytes, self.pool.geometry.layer_bytes // 2
+        view = memoryview(self.memory)
+        pieces = [
+            [view[at : at + step] for at in range(n * size, (n + 1) * size, step)]
+            for n in range(COUNT)
+        ]
+        return self.reader.read(self.pool, keys or self.keys, pieces, timeout_s=timeout_s)
+
+    def right(self) -> list[bool]:
+        size = self.pool.geometry.block_bytes
+        return [
+            self.memory[n * size : (n + 1) * size] == block_bytes(self.pool, key)
+            for n, key in enumerate(self.keys)
+        ]
+
+    @property
+    def here(self) -> int:
+        """Bytes that the prefill node read from its store."""
+        return self.nodes.prefill.reads.total_bytes
+
+    @property
+    def there(self) -> int:
+        """Bytes that the decode nodes read from theirs."""
+        return sum(node.reads.total_bytes for node in self.nodes.nodes)
+
+
+@pytest.fixture
+def host(tmp_path: Path, redis: RedisServer) -> Iterator[Callable[..., Host]]:
+    made: list[Cluster] = []
+
+    def make(**how: Any) -> Host:
+        nodes = Cluster(tmp_path / "store", redis.url, **how)
+        made.append(nodes)
+        bed = nodes.prefill
+        pool = bed.cache.attach(geometry())
+        keys = chain(1, COUNT)
+        bed.write(pool, keys)
+        memory = bytearray([FILLER]) * (COUNT * pool.geometry.block_bytes)
+        return Host(nodes, HostReader(bed.cache, nodes.peers), pool, keys, memory)
+
+    yield make
+    for nodes in made:
+        nodes.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("decode", [1, 3])
+@pytest.mark.parametrize("policy", ["local", "peer", "shorter_queue", "split"])
+def test_every_path_brings_the_same_bytes(
+    host: Callable[..., Host], policy: str, decode: int
+) -> None:
+    read = host(policy=policy, decode=0 if policy == "local" else decode)
+    assert all(read.read())
+    assert all(read.right())
+    assert (read.here == 0) == (policy == "peer")
+    assert (read.there == 0) == (policy in ("local", "shorter_queue"))
+    if policy == "split":
+        assert all(node.reads.total_bytes for node in read.nodes.nodes)
+    read.nodes.idle()
+
+
+def test_the_check_sees_a_wrong_byte(host: Callable[..., Host]) -> None:
+    """Control."""
+    read = host(policy="peer")
+    read.read()
+    read.memory[3 * read.pool.geometry.block_bytes] ^= 1
+    assert read.right().index(False) == 3
+
+
+def test_a_block_that_is_not_there_is_said_so(host: Callable[..., Host]) -> None:
+    read = host(policy="split")
+    keys = list(read.keys)
+    keys[2], keys[20] = b"x" * 32, b"y" * 32
+    good = read.read(keys=keys)
+    assert [n for n, ok in enumerate(good) if not ok] == [2, 20]
+    assert [n for n, ok in enumerate(read.right()) if not ok] == [2, 20]
+
+
+@pytest.mark.parametrize("fault", ["flip", "silent", "cut", "eio"])
+def test_what_a_node_does_not_bring_is_read_here(host: Callable[..., Host], fault: str) -> None:
+    read = host(policy="peer")
+    node, go_on = read.nodes.nodes[0], threading.Event()
+
+    def cut(data: bytes) -> bytes:
+        raise ConnectionResetError
+
+    if fault == "flip":
+        node.wire.hook = flip_one_bit_after(500_000)
+    elif fault == "silent":
+        node.wire.hook = stop_after(500_000, go_on)
+    elif fault == "cut":
+        node.wire.hook = cut
+    else:
+        node.reads.also = failing(errno.EMFILE)
+    began = time.monotonic()
+    assert all(read.read(timeout_s=4.0))
+    assert time.monotonic() - began < 4.0
+    assert all(read.right())
+    assert read.here > 0
+    go_on.set()
+    read.nodes.idle()
+
+
+def test_what_this_node_cannot_read_another_one_brings(host: Callable[..., Host]) -> None:
+    read = host(policy="shorter_queue")
+    read.nodes.prefill.reads.also = failing(errno.EMFILE)
+    assert all(read.read())
+    assert all(read.right())
+    assert read.there > 0
+
+
+def test_a_read_ends_by_its_deadline_and_nothing_is_written_afterwards(
+    host: Callable[..., Host],
+) -> None:
+    read = host(policy="peer")
+    go_on = threading.Event()
+    read.nodes.nodes[0].wire.hook = stop_after(500_000, go_on)
+    read.nodes.prefill.reads.also = failing(errno.EMFILE)
+    began = time.monotonic()
+    good = read.read(timeout_s=1.0)
+    assert time.monotonic() - began < 5.0
+    assert not all(good)
+    assert all(right for right, ok in zip(read.right(), good, strict=True) if ok)
+    before = bytes(read.memory)
+    go_on.set()
+    read.nodes.idle()
+    assert read.memory == before
