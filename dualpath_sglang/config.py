@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -35,6 +36,8 @@ from pydantic_settings import (
 
 from dualpath_sglang.index.redis.settings import IndexAddressError, RedisSettings
 from dualpath_sglang.index.source import EmbeddedSource, IndexSource, RedisSource
+from dualpath_sglang.node.listen import ListenSpec
+from dualpath_sglang.node.options import NodeOptions
 from dualpath_sglang.sizes import parse_size
 from dualpath_sglang.streaming.options import StreamOptions
 from dualpath_storage.options import StoreOptions
@@ -101,6 +104,9 @@ def _switch(value: Any) -> Any:
 Size = Annotated[int, BeforeValidator(parse_size)]
 Seconds = Annotated[float, Field(gt=0)]
 
+_LEAST_SECRET = 16
+"""Who listens to a connection may try short ones out."""
+
 _EXPECTED = {
     "root": "the path of a directory",
     "capacity": 'a size such as "100GiB", a number of bytes, or a share such as "80%"',
@@ -131,11 +137,25 @@ _EXPECTED = {
     "load_timeout_s": "a number of seconds above 0",
     "stall_budget_s": "a number of seconds above 0",
     "lookup_wait_s": "a number of seconds above 0",
+    "node": '"auto" or "off"',
+    "node_dir": "the path of a directory",
+    "node_name": "a text that is not empty",
+    "node_listen": '"auto", a host or address, "host:port", or a network such as "10.82.0.0/24"',
+    "node_secret": f"a text of at least {_LEAST_SECRET} characters",
+    "node_secret_file": "the path of a file",
+    "node_memory": 'a size of at least 1 MiB such as "4GiB"',
+    "node_dscp": "a whole number from 0 to 63",
+    "node_tls_cert": "the path of a file",
+    "node_tls_key": "the path of a file",
+    "node_tls_ca": "the path of a file",
+    "read_paths": '"split", "shorter_queue", "local" or "peer"',
+    "hedge_after": "a share above 0 and at most 1, such as 0.25",
 }
 
 
-_SECRET = ("index", "index_password")
+_SECRET = ("index", "index_password", "node_secret")
 """Settings that may hold a password: never repeated."""
+_TLS = ("node_tls_cert", "node_tls_key", "node_tls_ca")
 
 
 def _index(value: str) -> str:
@@ -143,6 +163,16 @@ def _index(value: str) -> str:
     if value != "embedded":
         RedisSettings.parse(value)  # its error is a ValueError
     return value
+
+
+def _listen(value: str) -> str:
+    ListenSpec.parse(value)  # its error is a ValueError
+    return value
+
+
+def _off(value: Any) -> Any:
+    """JSON's false beside the word."""
+    return {True: "auto", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class DualPathConfig(BaseSettings):
@@ -182,6 +212,24 @@ class DualPathConfig(BaseSettings):
         stall_budget_s: longest wait for a load while other requests decode; a hit that would take
             longer is shortened, or computed anew.
         lookup_wait_s: longest time that a lookup keeps the scheduler.
+
+    With the index on the network, the second path:
+
+    Args:
+        node: ``auto`` has a server start an agent on its machine when none runs there.
+        node_dir: where the processes of one machine meet; unset chooses a directory of the user's.
+        node_name: how this machine is called in reports; unset takes its host name.
+        node_listen: where the agent listens: ``auto`` takes the address from which this machine
+            reaches Redis; a network stands for the machine's own address in it.
+        node_secret: what all nodes know; unset has them share a random one over the index.
+        node_secret_file: the first line of this file is the secret.
+        node_memory: most memory of the agent for blocks; taken as it is needed.
+        node_dscp: traffic class of KV between nodes, 8 is CS1.
+        node_tls_cert, node_tls_key, node_tls_ca: all, for encryption between nodes; or none.
+        read_paths: which nodes read a hit: ``split`` it over all, the one with the
+            ``shorter_queue``, only this one (``local``), only others (``peer``).
+        hedge_after: share of a load's deadline after which what a node has not brought is asked
+            of another.
     """
 
     model_config = SettingsConfigDict(
@@ -217,6 +265,19 @@ class DualPathConfig(BaseSettings):
     load_timeout_s: Seconds = 10.0
     stall_budget_s: Seconds = 1.0
     lookup_wait_s: Seconds = 0.005
+    node: Annotated[Literal["auto", "off"], BeforeValidator(_off)] = "auto"
+    node_dir: Annotated[Path, BeforeValidator(_path)] | None = None
+    node_name: Annotated[str, Field(min_length=1)] | None = None
+    node_listen: Annotated[str, AfterValidator(_listen)] = "auto"
+    node_secret: Annotated[SecretStr, Field(min_length=_LEAST_SECRET)] | None = None
+    node_secret_file: Path | None = None
+    node_memory: Annotated[Size, Field(ge=1 << 20)] = 4 << 30
+    node_dscp: Annotated[int, Field(ge=0, le=63)] = 8
+    node_tls_cert: Annotated[Path, BeforeValidator(_path)] | None = None
+    node_tls_key: Annotated[Path, BeforeValidator(_path)] | None = None
+    node_tls_ca: Annotated[Path, BeforeValidator(_path)] | None = None
+    read_paths: Literal["split", "shorter_queue", "local", "peer"] = "split"
+    hedge_after: Annotated[float, Field(gt=0, le=1)] = 0.25
 
     @classmethod
     def settings_customise_sources(
@@ -253,11 +314,17 @@ class DualPathConfig(BaseSettings):
         if file is not None:
             _check_file(file)
         try:
-            return cls(**own)
+            config = cls(**own)
         except ValidationError as error:
             raise ConfigError(_sentence(error)) from error
         except SettingsError as error:
             raise ConfigError(f"DualPath cannot read its settings: {error}.") from error
+        missing = [name for name in _TLS if getattr(config, name) is None]
+        if 0 < len(missing) < len(_TLS):
+            raise ConfigError(
+                f"DualPath's settings {', '.join(_TLS)} go together, and {missing[0]} is not set."
+            )
+        return config
 
     def store_options(self) -> StoreOptions:
         """The same, as the store takes it."""
@@ -293,6 +360,60 @@ class DualPathConfig(BaseSettings):
         except IndexAddressError as error:
             raise ConfigError(str(error)) from None
         return RedisSource(settings, self.index_timeout_s)
+
+    def node_options(self) -> NodeOptions | None:
+        """The same, as the agent of a machine takes it; None with an index of one machine alone.
+
+        Raises:
+            ConfigError: the file of the secret cannot be used.
+        """
+        source = self.index_source()
+        if not isinstance(source, RedisSource):
+            return None
+        redis = source.settings
+        where = f"{redis.mode} {redis} {redis.service} {redis.db}"
+        name = self.node_name or socket.gethostname()
+        return NodeOptions(
+            store=f"{os.path.normpath(self.store_options().root)} {where}",
+            index_address=redis.hosts[0],
+            automatic=self.node == "auto",
+            directory=self.node_dir,
+            name=name,
+            listen=ListenSpec.parse(self.node_listen),
+            secret=self._node_secret(),
+            memory_bytes=self.node_memory,
+            dscp=self.node_dscp,
+            tls_cert=self.node_tls_cert,
+            tls_key=self.node_tls_key,
+            tls_ca=self.node_tls_ca,
+        )
+
+    def _node_secret(self) -> bytes:
+        """Empty when none is set."""
+        if self.node_secret_file is None:
+            return b"" if self.node_secret is None else self.node_secret.get_secret_value().encode()
+        file = self.node_secret_file.expanduser()
+        try:
+            lines = file.read_text().splitlines()
+        except (OSError, ValueError):
+            raise ConfigError(f"DualPath's node_secret_file {file} cannot be read.") from None
+        if not lines or len(lines[0]) < _LEAST_SECRET:
+            raise ConfigError(
+                f"DualPath's node_secret_file {file} must hold {_EXPECTED['node_secret']}."
+            )
+        return lines[0].encode()
+
+    def handed_over(self) -> dict[str, Any]:
+        """What makes the same configuration in another process, secrets included: for a pipe."""
+        values = self.model_dump(mode="json", exclude_defaults=True)
+        for name in values:
+            value = getattr(self, name)
+            if isinstance(value, SecretStr):
+                values[name] = value.get_secret_value()
+            elif isinstance(value, Path):
+                values[name] = str(value.expanduser().absolute())
+        values.pop("config_file", None)  # what it says is among the values
+        return values
 
     def stream_options(self) -> StreamOptions:
         """The same, as the streamer takes it."""

@@ -20,7 +20,7 @@ from dualpath_sglang.index.source import EmbeddedSource, IndexSource
 from dualpath_sglang.node.report import Node, Reporter
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.promises import Promises
-from dualpath_sglang.read_queue import ReadQueue
+from dualpath_sglang.read_queue import ReadQueue, SharedQueue
 from dualpath_sglang.reader import ReadBatch, Reader
 from dualpath_sglang.root import StallWatch, open_root
 from dualpath_sglang.stats import CacheStats, Counters
@@ -60,6 +60,7 @@ class KVCache:
         options: where and how.
         index: where the metadata lives; a file beside the store by default.
         node: who this process is to others; without, they are told nothing.
+        machine: the read queue of this machine, where what is read here counts too.
         backend: how to reach the files, when not as the options say.
 
     Raises:
@@ -73,6 +74,7 @@ class KVCache:
         *,
         index: IndexSource | None = None,
         node: Node | None = None,
+        machine: SharedQueue | None = None,
     ) -> None:
         self.options, self._backend = open_root(options, backend)
         self.root = options.root
@@ -81,7 +83,7 @@ class KVCache:
         self._reporter = None if node is None else Reporter(node)
         self._space = Space(options)
         self._counters = Counters()
-        self.read_queue = ReadQueue()
+        self.read_queue = ReadQueue(machine)
         """What is to be read; whoever reads by himself counts here too."""
         self._pools: dict[str, Pool] = {}
         self._lock = threading.Lock()

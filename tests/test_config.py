@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,8 @@ import pytest
 
 from dualpath_sglang.config import ConfigError, DualPathConfig
 from dualpath_sglang.index.source import EmbeddedSource, RedisSource
+from dualpath_sglang.node.options import NodeError, NodeOptions
+from tests.support.certificates import authority, certificate
 
 
 @pytest.fixture(autouse=True)
@@ -148,6 +152,23 @@ def test_an_unknown_setting_is_refused_wherever_it_stands(
         ("weights_revision", ""),
         ("root", ""),
         ("root", 7),
+        ("node", "on"),
+        ("node", 1),
+        ("node_dir", ""),
+        ("node_name", ""),
+        ("node_listen", ""),
+        ("node_listen", "host:port"),
+        ("node_listen", "host:99999"),
+        ("node_listen", "10.82.0.0/33"),
+        ("node_listen", "[10.82.0.1"),
+        ("node_listen", "a host"),
+        ("node_memory", "1KiB"),
+        ("node_dscp", 64),
+        ("node_dscp", -1),
+        ("node_tls_ca", ""),
+        ("read_paths", "both"),
+        ("hedge_after", 0),
+        ("hedge_after", 1.01),
     ],
 )
 def test_a_malformed_value_is_refused_with_what_was_expected(name: str, value: Any) -> None:
@@ -201,3 +222,95 @@ def test_a_password_is_never_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path:
     file.write_text("other\n")
     config = DualPathConfig.load({"index": "redis://host", "index_password_file": str(file)})
     assert password_of(config) == "other"
+
+
+REDIS = {"index": "redis://user:s3cret@host:7000/2"}
+
+
+def node_options(**extra: Any) -> NodeOptions:
+    options = load(**REDIS, **extra).node_options()
+    assert options is not None
+    return options
+
+
+def test_an_agent_needs_an_index_on_the_network() -> None:
+    assert load().node_options() is None
+    options = node_options()
+    assert options.automatic
+    assert (options.memory_bytes, options.dscp, options.secret) == (4 << 30, 8, b"")
+    assert options.index_address == ("host", 7000)
+    assert not node_options(node="off").automatic
+    assert not node_options(node=False).automatic
+
+
+def test_a_store_is_known_by_its_root_and_its_index_alone(tmp_path: Path) -> None:
+    one = node_options(root=str(tmp_path))
+    assert "s3cret" not in one.store
+    assert "user" not in one.store
+    other_user = load(root=f"{tmp_path}/x/..", index="redis://host:7000/2").node_options()
+    assert other_user is not None and other_user.store == one.store
+    assert node_options(root=str(tmp_path / "x")).store != one.store
+    other_index = load(root=str(tmp_path), index="redis://host:7000/3").node_options()
+    assert other_index is not None and other_index.store != one.store
+
+
+SECRET = "s3cret-and-long-enough"
+
+
+def test_the_secret_of_the_nodes_is_never_repeated(tmp_path: Path) -> None:
+    assert "s3cret" not in refusal(node_secret="s3cret")
+    assert "16 characters" in refusal(node_secret="s3cret")
+    config = load(node_secret=SECRET, **REDIS)
+    assert SECRET not in repr(config)
+    options = node_options(node_secret=SECRET)
+    assert SECRET not in repr(options)
+    assert options.secret == SECRET.encode()
+    file = tmp_path / "secret"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        node_options(node_secret_file=str(file))
+    file.write_text("short\n")
+    with pytest.raises(ConfigError, match="16 characters") as caught:
+        node_options(node_secret_file=str(file))
+    assert "short" not in str(caught.value)
+    file.write_text(f"{SECRET}\nmore\n")
+    assert node_options(node_secret_file=str(file)).secret == SECRET.encode()
+
+
+def test_the_files_of_tls_go_together(tmp_path: Path) -> None:
+    sentence = refusal(node_tls_cert="/a", node_tls_ca="/b")
+    assert "go together, and node_tls_key is not set" in sentence
+    options = node_options(node_tls_cert="/a", node_tls_key="/b", node_tls_ca="/c")
+    with pytest.raises(NodeError, match="cannot be used"):
+        options.server_tls()
+    ca = authority(tmp_path)
+    cert, key = certificate(ca, "node", "127.0.0.1")
+    files = {"node_tls_cert": str(cert), "node_tls_key": str(key), "node_tls_ca": str(ca)}
+    options = node_options(**files)
+    assert options.server_tls() is not None and options.client_tls() is not None
+    assert node_options().server_tls() is None
+
+
+def test_a_configuration_can_be_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "dualpath.toml"
+    file.write_text('capacity = "12.5%"\nmin_free = "1%"\nnode_dir = "relative"\n')
+    monkeypatch.setenv("DUALPATH_NODE_SECRET", SECRET)
+    config = load(config_file=str(file), index_password="p", io_threads=3, **REDIS)
+    handed = json.loads(json.dumps(config.handed_over()))
+    monkeypatch.delenv("DUALPATH_NODE_SECRET")
+    file.unlink()
+    monkeypatch.chdir("/")
+    again = load(**handed)
+    assert again.capacity == 0.125
+    assert again.min_free == 0.01
+    assert again.io_threads == 3
+    assert again.node_dir is not None and again.node_dir.is_absolute()
+    assert password_of(again) == "p"
+    assert again.node_options() == replace(options_of(config), directory=again.node_dir)
+
+
+def options_of(config: DualPathConfig) -> NodeOptions:
+    options = config.node_options()
+    assert options is not None
+    return options

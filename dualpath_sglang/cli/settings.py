@@ -48,7 +48,7 @@ def _shown(name: str, value: Any) -> str:
         return "-"
     if name in ("capacity", "min_free") and isinstance(value, float):
         return f"{value:.3g} of the file system"
-    if name in ("capacity", "segment_size", "max_io_size"):
+    if name in ("capacity", "segment_size", "max_io_size", "node_memory"):
         return size(value)
     return str(value)
 

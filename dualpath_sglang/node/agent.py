@@ -58,9 +58,8 @@ class Agent:
         self._notices = Notices(logger)
 
     def load(self) -> Load:
-        """What is still to be read from storage."""
-        queue = self._cache.read_queue
-        return Load(queue.bytes, queue.tokens)
+        """What is still to be read from storage, by all processes of the machine."""
+        return Load(*self._cache.read_queue.of_machine())
 
     def serve(self, request: FetchRequest) -> contextlib.AbstractContextManager[Served] | End:
         """Begin to answer a fetch."""
