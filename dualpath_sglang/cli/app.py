@@ -9,6 +9,7 @@ import typer
 
 from dualpath_sglang.cli.adopt import adopt
 from dualpath_sglang.cli.care import clear, scan, verify
+from dualpath_sglang.cli.node import node
 from dualpath_sglang.cli.quota import quota
 from dualpath_sglang.cli.settings import config
 from dualpath_sglang.cli.show import inspect, status
@@ -18,12 +19,12 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Look at a DualPath store, check it, mend it, empty it. Every command may run beside "
-    "servers that use the store.",
+    help="Look at a DualPath store, check it, mend it, empty it; run the agent of a machine. Every "
+    "command may run beside servers that use the store.",
     epilog="Exit status: 0 all is well, 1 damage was found and is still there, 2 it could not be "
     "done.",
 )
-for command in (status, verify, scan, clear, quota, adopt, inspect, config):
+for command in (status, verify, scan, clear, quota, adopt, inspect, config, node):
     app.command()(command)
 
 

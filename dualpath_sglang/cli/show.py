@@ -103,7 +103,7 @@ def _print_status(found: dict[str, Any]) -> None:
 def _print_nodes(nodes: dict[str, Any]) -> None:
     if not nodes:
         return
-    numbers = ("rank", "up", "to read", "segments", "pending", "version")
+    numbers = ("rank", "up", "to read", "memory", "segments", "pending", "version")
     table = new_table("node", "address", "role", *numbers, numbers=numbers)
     for node in nodes.values():  # another version may tell less
         queued = size(node.get("read_queue_bytes", 0))
@@ -114,12 +114,20 @@ def _print_nodes(nodes: dict[str, Any]) -> None:
             str(node["rank"]),
             f"{node['up_s']:,.0f} s",
             f"{queued}, {node.get('read_queue_tokens', 0):,} tokens",
+            _memory(node),
             f"{node.get('segments', 0):,}",
             f"{node.get('pending_blocks', 0):,}",
             node["version"],
         )
     print_table(table)
     print_line("")
+
+
+def _memory(node: dict[str, Any]) -> str:
+    """What an agent keeps for others; a server keeps nothing."""
+    if "memory_bytes" not in node:
+        return "-"
+    return f"{size(node.get('cached_bytes', 0))} of {size(node['memory_bytes'])}"
 
 
 def _print_geometries(rows: list[dict[str, Any]]) -> None:

@@ -199,6 +199,17 @@ class Index(Protocol):
         """What every node said last, by its name."""
         ...
 
+    def secret(self, offered: bytes = b"") -> bytes:
+        """What all nodes of this index know and nobody else does.
+
+        Args:
+            offered: stands there from now on when nothing does; empty to look only.
+
+        Returns:
+            Empty when nothing stands there, or the index has no network.
+        """
+        ...
+
     def check(self) -> None:
         """Walk every row, while nobody writes; for tools and tests.
 

@@ -78,6 +78,34 @@ class ListenSpec:
         return address_towards(*index_address)
 
 
+def joined(host: str, port: int) -> str:
+    """``host:port``, as reports have it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parted(address: str) -> tuple[str, int]:
+    """Host and port of such an address.
+
+    Raises:
+        ValueError: it is none.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"{address!r} is no host and port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def announced(host: str, index_address: tuple[str, int]) -> str:
+    """What others call an address that is listened at: one that means all stands for one of them.
+
+    Raises:
+        OSError: nothing leads to the index, for now.
+    """
+    address = _address(host)
+    everywhere = address is not None and address.is_unspecified
+    return address_towards(*index_address) if everywhere else host
+
+
 def address_towards(host: str, port: int) -> str:
     """The address of this machine from which it reaches another. Nothing is sent.
 

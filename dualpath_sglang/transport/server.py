@@ -14,7 +14,7 @@ import ssl
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dualpath_sglang.transport import frames
 from dualpath_sglang.transport.base import (
@@ -107,6 +107,10 @@ class Server:
                 return False
             time.sleep(0.02)
         return True
+
+    def change_secret(self, secret: bytes) -> None:
+        """Let in only who knows this one from now on; who is in stays."""
+        self._options = replace(self._options, secret=secret)
 
     def close(self) -> None:
         """End every connection at once."""

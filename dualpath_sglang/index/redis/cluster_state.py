@@ -1,10 +1,11 @@
-"""What the nodes of a store tell each other beside the index. All of it expires by itself.
+"""What the nodes of a store tell each other beside the index. What is told expires by itself.
 
 | key of a store | type | what |
 |---|---|---|
 | ``:nodes`` | hash | by node: until when (ms), its report as JSON |
 | ``:leases`` | hash | by name: until when (ms), the lease's number, its owner |
 | ``:fences`` | hash | by name: the highest number of a lease so far |
+| ``:secret`` | string | what nodes prove to each other that they know; made by the first, stays |
 
 Times are those of Redis, so that the clocks of the nodes do not matter. Claims stand with the
 model's keys, and the rest with the store's.
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 
 from dualpath_sglang.index.base import Report
 from dualpath_sglang.index.redis.access import Access, batches
-from dualpath_sglang.index.redis.client import Run, Script
+from dualpath_sglang.index.redis.client import Call, Run, Script
 from dualpath_storage import Geometry
 
 _CLAIM = Script.of("claim")
@@ -30,7 +31,7 @@ _END_LEASE = Script.of("end_lease")
 
 
 class ClusterState:
-    """Claims, node reports and leases. Thread-safe.
+    """Claims, node reports, the secret of the nodes, and leases. Thread-safe.
 
     Args:
         access: the keys of the store, which the index has open.
@@ -91,6 +92,17 @@ class ClusterState:
         (flat,) = self._access.call_store([run], self._end())
         pairs = zip(flat[::2], flat[1::2], strict=True)
         return {node.decode(): json.loads(text) for node, text in sorted(pairs)}
+
+    def secret(self, offered: bytes = b"") -> bytes:
+        """The secret of the nodes, which is ``offered`` when none stands there yet.
+
+        Whoever may use the index may read it, and nobody else. Empty when there is none.
+        """
+        name = self._access.key("secret")
+        calls: list[Call] = [("GET", name)]
+        if offered:
+            calls.insert(0, ("SET", name, offered, "NX"))
+        return bytes(self._access.call_store(calls, self._end())[-1] or b"")
 
     # -- leases -----------------------------------------------------------------------------
 

@@ -375,6 +375,9 @@ class RedisIndex:
     def nodes(self) -> dict[str, Report]:
         return self.cluster.nodes()
 
+    def secret(self, offered: bytes = b"") -> bytes:
+        return self.cluster.secret(offered)
+
     def upkeep(self) -> None:
         self._watch()
         self._access.check(time.monotonic() + _READ_TIMEOUT_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -73,6 +74,7 @@ def everything(index: RedisIndex) -> None:
     state.report("here", {}, 0.001)
     state.report("there", {}, 60.0)
     assert state.nodes()
+    assert state.secret(b"one") == state.secret(b"another") == index.secret() == b"one"
     assert state.lease("janitor", "one", 60.0)
     state.end_lease("janitor", "one")
     index.start_over()
@@ -85,6 +87,21 @@ def test_the_least_rights_are_enough(guarded: RedisServer) -> None:
         index = open_redis_index(settings, STORE, lookup_timeout_s=FOREVER_S)
         everything(index)
         index.close()
+
+
+def test_the_nodes_share_the_secret_of_the_first(
+    index: RedisIndex, server: RedisServer, open_at: Callable[..., RedisIndex]
+) -> None:
+    assert index.secret() == b"", "who only looks makes none"
+    assert index.secret(b"first") == b"first"
+    other = open_at(server.url)
+    assert other.secret() == other.secret(b"mine") == b"first"
+    assert open_at(server.url, secrets.token_hex(8)).secret(b"elsewhere") == b"elsewhere"
+    with server.admin() as admin:
+        admin.flushall()
+    assert other.secret() == b""
+    assert other.secret(b"first") == b"first", "who knows it brings it back"
+    assert index.secret(b"too late") == b"first"
 
 
 def test_the_least_rights_are_no_more(guarded: RedisServer) -> None:
