@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dualpath_sglang.scheduling.paths import Side
 from dualpath_sglang.streaming.estimate import RateMeter
@@ -52,7 +52,8 @@ class Peer:
 
     Args:
         name: unique; what sides are called.
-        address: where it listens.
+        address: where it listens; the secret is asked for anew at each try.
+        secret: see :class:`~dualpath_sglang.paths.peers.PathOptions`.
         counts: of all peers: fetches by how they ended, and what went wrong.
     """
 
@@ -60,6 +61,7 @@ class Peer:
         self,
         name: str,
         address: PeerAddress,
+        secret: Callable[[bool], bytes],
         counts: Counter[str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -69,6 +71,8 @@ class Peer:
         """Which of its reports was heeded last."""
         self.read_rate: float | None = None
         """Bytes a second that it reads from storage, as it says itself."""
+        self._secret = secret
+        self._refused = False
         self._counts = counts
         self._clock = clock
         self._lock = threading.Lock()
@@ -139,8 +143,11 @@ class Peer:
     def _connect(self) -> None:
         connection = None
         try:
-            connection = Connection(self.address, time.monotonic() + _CONNECT_S)
+            address = replace(self.address, secret=self._secret(self._refused))
+            self._refused = False
+            connection = Connection(address, time.monotonic() + _CONNECT_S)
         except RefusedError as error:
+            self._refused = True
             self._counts["refused"] += 1
             self._say(str(error))
         except TransportError as error:

@@ -31,6 +31,7 @@ Policy: TypeAlias = Literal["split", "shorter_queue", "local", "peer"]
 node alone, or another one alone."""
 
 _LOOK_EVERY_S = 0.25
+_MOST = 256
 _FORGET_S = 5.0
 """A node that is not reported any more is kept for so long."""
 
@@ -42,7 +43,8 @@ class PathOptions:
     Args:
         policy: see :data:`Policy`.
         floor_bytes: a smaller hit is not split.
-        secret: shared by all nodes, or why there is none: asked whenever a node is found.
+        secret: shared by all nodes; asked whenever one is connected to, with whether a node has
+            refused the last one.
         tls: encrypts, when given.
         dscp: traffic class of what is sent.
         own: id of this machine's own agent, which is no other node; asked now and then.
@@ -50,7 +52,7 @@ class PathOptions:
 
     policy: Policy = "split"
     floor_bytes: int = 1 << 20
-    secret: Callable[[], bytes] = field(default=lambda: b"", repr=False)
+    secret: Callable[[bool], bytes] = field(default=lambda _: b"", repr=False)
     tls: ssl.SSLContext | None = None
     dscp: int = 0
     own: Callable[[], str | None] = field(default=lambda: None, repr=False)
@@ -161,7 +163,7 @@ class Peers:
             if report.get("protocol") != VERSION:
                 self._note_version(name, report)
                 continue
-            peer = self._peer(name, str(report.get("listen", "")))
+            peer = self._peer(name, str(report.get("address", "")))
             if peer is not None:
                 self._seen[name] = now
                 _heed(peer, report)
@@ -173,20 +175,20 @@ class Peers:
             logger.info("Node %s is gone", name)
             peer.close()
 
-    def _peer(self, name: str, listen: str) -> Peer | None:
+    def _peer(self, name: str, address: str) -> Peer | None:
         with self._lock:
             peer = self._peers.get(name)
         if peer is not None:
             return peer
-        host, _, port = listen.rpartition(":")
+        host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             return None
         options = self.options
-        address = PeerAddress(
-            host.strip("[]"), int(port), options.secret(), options.tls, options.dscp
-        )
-        peer = Peer(name, address, self.counts)
+        where = PeerAddress(host.strip("[]"), int(port), tls=options.tls, dscp=options.dscp)
+        peer = Peer(name, where, options.secret, self.counts)
         with self._lock:
+            if len(self._peers) >= _MOST:
+                return None
             self._peers[name] = peer
         return peer
 

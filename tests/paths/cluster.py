@@ -58,7 +58,7 @@ class DecodeNode:
         return {
             "role": "node",
             "node_id": self.name,
-            "listen": f"127.0.0.1:{self.wire.port}",
+            "address": f"127.0.0.1:{self.wire.port}",
             "protocol": VERSION,
             "read_queue_bytes": load.bytes,
             "read_queue_tokens": load.tokens,
@@ -138,7 +138,7 @@ class Cluster:
         self.present = True
         """Whether the decode nodes are reported."""
         self.peers: Peers
-        options = PathOptions(policy, floor_bytes, secret=lambda: SECRET)
+        options = PathOptions(policy, floor_bytes, secret=lambda _: SECRET)
 
         def paths(cache: KVCache) -> Peers:
             del cache

@@ -1,0 +1,419 @@
+"""Other nodes, as they are reported, connected to, blamed and chosen."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from dualpath_sglang.index import Report
+from dualpath_sglang.paths.peer import Peer
+from dualpath_sglang.paths.peers import PathOptions, Peers
+from dualpath_sglang.scheduling.paths import Share, Side
+from dualpath_sglang.streaming.other_paths import LOCAL, Blame
+from dualpath_sglang.transport.base import End, Load, StridedDestination
+from dualpath_sglang.transport.client import PeerAddress
+from dualpath_sglang.transport.handshake import VERSION
+from dualpath_sglang.transport.server import Server, ServerOptions
+from dualpath_storage import Geometry
+from tests.streaming.bed import eventually, geometry
+from tests.transport.peers import (
+    GEOMETRY_ID,
+    LAYER_BYTES,
+    LAYERS,
+    SECRET,
+    Blocks,
+    Fetched,
+    keys,
+    place_for,
+    request_of,
+)
+
+OF = geometry()
+
+
+@dataclass
+class Fleet:
+    """Servers, and what is reported of them."""
+
+    reports: dict[str, Report] | None = field(default_factory=dict)
+    servers: list[Server] = field(default_factory=list)
+    secret: bytes = SECRET
+    own: str | None = None
+    asked: list[bool] = field(default_factory=list)
+
+    def add(self, name: str, source: Blocks | None = None, **changes: Any) -> Server:
+        server = Server(source or Blocks(), ServerOptions(secret=SECRET))
+        self.servers.append(server)
+        assert self.reports is not None
+        self.reports[name] = {
+            "role": "node",
+            "node_id": name,
+            "address": f"127.0.0.1:{server.port}",
+            "protocol": VERSION,
+            "read_queue_bytes": 0,
+            "up_s": 1.0,
+            **changes,
+        }
+        return server
+
+    def told(self, name: str, **changes: Any) -> None:
+        """A node reports anew."""
+        assert self.reports is not None
+        up_s = self.reports[name]["up_s"]
+        assert isinstance(up_s, float)
+        self.reports[name] = {**self.reports[name], "up_s": up_s + 1.0, **changes}
+
+    def password(self, refused: bool) -> bytes:
+        self.asked.append(refused)
+        return self.secret
+
+    def peers(self, **how: Any) -> Peers:
+        options = PathOptions(secret=self.password, own=lambda: self.own, **how)
+        return Peers(lambda: self.reports, options)
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    made = Fleet()
+    yield made
+    for server in made.servers:
+        server.close()
+
+
+@pytest.fixture
+def start(fleet: Fleet) -> Iterator[Callable[..., Peers]]:
+    started: list[Peers] = []
+
+    def make(**how: Any) -> Peers:
+        started.append(fleet.peers(**how))
+        return started[-1]
+
+    yield make
+    for peers in started:
+        peers.close()
+
+
+def usable(peers: Peers) -> set[str]:
+    return {peer.name for peer in peers._usable(None)}
+
+
+def sides(
+    peers: Peers, blocks: int = 100, own: Side | None = None, of: Geometry = OF
+) -> dict[str, int]:
+    """Blocks by side."""
+    shares = peers.shares(of, blocks, own or Side(LOCAL, 0, None))
+    assert sum(share.count for share in shares) == blocks
+    return {share.side: share.count for share in shares}
+
+
+def fetch(peers: Peers, name: str, count: int = 3, **how: Any) -> Fetched:
+    fetched = place_for(request_of(keys(count), **how))
+    fetched.fetch = peers.begin(name, fetched.request, fetched.destination, fetched)
+    assert fetched.fetch is not None
+    return fetched
+
+
+def ended(fetched: Fetched) -> End:
+    eventually(lambda: fetched.ends, "the fetch ends")
+    return fetched.ends[0]
+
+
+def test_nodes_that_are_reported_are_used(fleet: Fleet, start: Callable[..., Peers]) -> None:
+    fleet.add("a")
+    fleet.add("b")
+    peers = start(policy="split", floor_bytes=0)
+    eventually(lambda: usable(peers) == {"a", "b"}, "both are connected")
+    assert peers.ready
+    assert set(sides(peers)) == {LOCAL, "a", "b"}
+
+
+def test_only_agents_of_other_machines_that_speak_alike_are_used(
+    fleet: Fleet, start: Callable[..., Peers], caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet.add("right")
+    fleet.add("a server", role="streaming")
+    fleet.add("own")
+    fleet.own = "own"
+    fleet.add("old", protocol=VERSION - 1)
+    fleet.add("nowhere", address="")
+    fleet.add("nonsense", address="host:port")
+    peers = start()
+    eventually(lambda: usable(peers) == {"right"}, "the right one is connected")
+    time.sleep(0.8)  # several looks
+    assert usable(peers) == {"right"}
+    about_old = [r.getMessage() for r in caplog.records if "old" in r.getMessage()]
+    assert len(about_old) == 1
+    assert str(VERSION) in about_old[0]
+
+
+def test_a_node_that_is_not_reported_any_more_is_let_go_of(
+    fleet: Fleet, start: Callable[..., Peers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dualpath_sglang.paths.peers._FORGET_S", 0.3)
+    fleet.add("a")
+    peers = start()
+    eventually(lambda: usable(peers) == {"a"}, "it is connected")
+    fleet.reports = {}
+    eventually(lambda: not usable(peers), "it is forgotten")
+    assert sides(peers) == {LOCAL: 100}
+
+
+def test_while_nobody_can_say_who_there_is_those_that_are_known_are_used(
+    fleet: Fleet, start: Callable[..., Peers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dualpath_sglang.paths.peers._FORGET_S", 0.3)
+    fleet.add("a")
+    peers = start()
+    eventually(lambda: usable(peers) == {"a"}, "it is connected")
+    fleet.reports = None
+    time.sleep(1.0)
+    assert usable(peers) == {"a"}
+
+
+def test_a_wrong_secret_is_refused_said_once_and_asked_for_anew(
+    fleet: Fleet, start: Callable[..., Peers], caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet.add("a")
+    fleet.secret = b"another one of the test"
+    peers = start()
+    eventually(lambda: peers.counts["refused"] >= 3, "it is refused again and again")
+    assert not peers.ready
+    said = [r.getMessage() for r in caplog.records if "is not used" in r.getMessage()]
+    assert len(said) == 1
+    assert "secret" in said[0]
+    assert fleet.asked[:2] == [False, True]
+    fleet.secret = SECRET
+    eventually(lambda: usable(peers) == {"a"}, "it is let in")
+
+
+def test_a_node_that_went_away_and_came_back_is_used_again(
+    fleet: Fleet, start: Callable[..., Peers]
+) -> None:
+    server = fleet.add("a")
+    peers = start()
+    eventually(lambda: usable(peers) == {"a"}, "it is connected")
+    server.close()
+    eventually(lambda: not usable(peers), "it is noticed")
+    again = Server(Blocks(), ServerOptions(port=server.port, secret=SECRET))
+    fleet.servers.append(again)
+    eventually(lambda: usable(peers) == {"a"}, "it is connected again")
+
+
+def test_a_fetch_brings_blocks_and_what_the_node_says_of_its_queue(
+    fleet: Fleet, start: Callable[..., Peers]
+) -> None:
+    fleet.add("a")
+    peers = start()
+    eventually(lambda: usable(peers) == {"a"}, "it is connected")
+    fetched = fetch(peers, "a", 5)
+    assert ended(fetched) is End.OK
+    assert not fetched.wrong()
+    assert len(fetched.got) == 5 * LAYERS
+    assert peers.counts["ok"] == 1
+    (peer,) = peers._usable(None)
+    assert 0 <= peer.side().queue_bytes <= 12345  # what the source of the test says
+
+
+def test_what_is_under_way_counts_as_the_nodes_queue(
+    fleet: Fleet, start: Callable[..., Peers]
+) -> None:
+    import threading
+
+    go = threading.Event()
+    fleet.add("a", Blocks(hold=lambda *_: go.wait(20.0) and None))
+    peers = start(policy="shorter_queue")
+    eventually(lambda: usable(peers) == {"a"}, "it is connected")
+    fetched = fetch(peers, "a", 7)
+    size = 7 * LAYERS * LAYER_BYTES
+    assert peers._usable(None)[0].side().queue_bytes == size
+    assert sides(peers, own=Side(LOCAL, size - 1, None)) == {LOCAL: 100}
+    assert sides(peers, own=Side(LOCAL, size + 1, None)) == {"a": 100}
+    go.set()
+    assert ended(fetched) is End.OK
+
+
+def test_the_last_word_about_a_queue_counts(fleet: Fleet, start: Callable[..., Peers]) -> None:
+    fleet.add("a", read_queue_bytes=5000)
+    peers = start(policy="shorter_queue")
+    eventually(lambda: usable(peers) == {"a"}, "it is connected")
+    (peer,) = peers._usable(None)
+    fleet.told("a", read_queue_bytes=777)
+    eventually(lambda: peer.side().queue_bytes == 777, "the report is heeded")
+    peer.said(Load(42, 1))
+    time.sleep(0.6)  # the same report is read again
+    assert peer.side().queue_bytes == 42
+    fleet.told("a", read_queue_bytes=999)
+    eventually(lambda: peer.side().queue_bytes == 999, "a newer report is heeded")
+
+
+@pytest.mark.parametrize(
+    ("refusal", "other"), [(End.BUSY, True), (End.UNKNOWN, False)], ids=["busy", "unknown"]
+)
+def test_a_node_that_cannot_is_not_asked_for_a_while(
+    fleet: Fleet, start: Callable[..., Peers], refusal: End, other: bool
+) -> None:
+    source = Blocks()
+    source.refuse = refusal
+    fleet.add("a", source)
+    peers = start()
+    eventually(lambda: usable(peers) == {"a"}, "it is connected")
+    assert ended(fetch(peers, "a")) is refusal
+    (peer,) = list(peers._peers.values())
+    assert not peer.usable(GEOMETRY_ID)
+    assert peer.usable(b"another geometry") is not other
+    eventually(lambda: peer.usable(GEOMETRY_ID), "it is asked again")
+
+
+def test_who_sends_what_is_damaged_is_let_go_of_for_a_while(
+    fleet: Fleet, start: Callable[..., Peers], caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet.add("a")
+    peers = start()
+    eventually(lambda: usable(peers) == {"a"}, "it is connected")
+    peers.blame("a", Blame.BAD)
+    eventually(lambda: not usable(peers), "it is let go of")
+    assert peers.counts["bad"] == 1
+    assert any("damaged" in r.getMessage() for r in caplog.records)
+    eventually(lambda: usable(peers) == {"a"}, "it is tried again")
+
+
+def test_a_late_node_that_is_heard_of_keeps_its_connection(
+    fleet: Fleet, start: Callable[..., Peers]
+) -> None:
+    fleet.add("a")
+    peers = start()
+    eventually(lambda: usable(peers) == {"a"}, "it is connected")
+    (peer,) = peers._usable(None)
+    connection = peer._connection
+    assert ended(fetch(peers, "a")) is End.OK
+    peers.blame("a", Blame.LATE)
+    assert not usable(peers)
+    eventually(lambda: usable(peers) == {"a"}, "it is asked again")
+    assert peer._connection is connection
+
+
+def test_a_cancelled_fetch_ends_and_counts_no_more(
+    fleet: Fleet, start: Callable[..., Peers]
+) -> None:
+    import threading
+
+    go = threading.Event()
+    fleet.add("a", Blocks(hold=lambda layer, _: layer > 1 and go.wait(20.0) and None))
+    peers = start()
+    eventually(lambda: usable(peers) == {"a"}, "it is connected")
+    fetched = fetch(peers, "a")
+    eventually(lambda: fetched.got, "something came")
+    fetched.fetch.cancel()
+    assert fetched.ends == [End.CANCELLED]
+    (peer,) = peers._usable(None)
+    go.set()
+    assert peer.side().queue_bytes <= 3 * LAYERS * LAYER_BYTES
+    eventually(lambda: peer._outstanding == 0, "nothing is outstanding")
+
+
+# -- who reads what ---------------------------------------------------------------------------
+
+
+def stub(name: str, queue: int = 0, rate: float | None = None) -> Any:
+    class Stub:
+        def __init__(self) -> None:
+            self.name = name
+            self.rate = rate
+
+        def usable(self, geometry_id: bytes) -> bool:
+            return True
+
+        def side(self) -> Side:
+            return Side(name, queue, rate)
+
+        def reach(self) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    return Stub()
+
+
+def with_peers(policy: Any, *stubs: Any, floor_bytes: int = 0) -> Peers:
+    peers = Peers(lambda: None, PathOptions(policy, floor_bytes))
+    peers._peers = {peer.name: peer for peer in stubs}
+    return peers
+
+
+@pytest.mark.parametrize(
+    ("policy", "mine", "expected"),
+    [
+        ("local", 10**9, {LOCAL: 100}),
+        ("peer", 0, {"b": 100}),
+        ("shorter_queue", 10, {LOCAL: 100}),
+        ("shorter_queue", 500, {"b": 100}),
+        ("shorter_queue", 300, {LOCAL: 100}),
+    ],
+)
+def test_policies(policy: str, mine: int, expected: dict[str, int]) -> None:
+    peers = with_peers(policy, stub("a", 400), stub("b", 300))
+    assert sides(peers, own=Side(LOCAL, mine, None)) == expected
+    peers.close()
+
+
+def test_a_split_lets_all_finish_together() -> None:
+    block = OF.block_bytes
+    peers = with_peers("split", stub("a", 20 * block, 1e8), stub("b", 0, 2e8))
+    dealt = sides(peers, 180, Side(LOCAL, 0, 1e8))
+    assert dealt == {LOCAL: 50, "a": 30, "b": 100}
+    peers.close()
+
+
+def test_a_store_here_that_cannot_be_used_leaves_it_to_others() -> None:
+    peers = with_peers("split", stub("a", 0, 1e8), stub("b", 0, 1e8))
+    assert sides(peers, own=Side(LOCAL, 0, 0.0)) == {"a": 50, "b": 50}
+    alone = with_peers("split")
+    assert sides(alone, own=Side(LOCAL, 0, 0.0)) == {LOCAL: 100}
+    for each in (peers, alone):
+        each.close()
+
+
+def test_what_others_bring_counts_only_when_hits_are_split() -> None:
+    for policy, expected in (("split", 1e8), ("shorter_queue", 0.0)):
+        peers = with_peers(policy, stub("a", 0, 1e8), stub("b", 0, None))
+        assert peers.bytes_per_s == expected
+        peers.close()
+
+
+def test_a_queue_gets_shorter_with_time() -> None:
+    clock = [0.0]
+    peer = Peer("a", PeerAddress("h", 1), lambda _: b"", Counter(), clock=lambda: clock[0])
+    peer.read_rate = 100.0
+    peer.said(Load(1000, 0))
+    clock[0] = 4.0
+    assert peer.side() == Side("a", 600, 100.0, peer.side().delay_s)
+    clock[0] = 40.0
+    assert peer.side().queue_bytes == 0
+
+
+def test_shares_cover_everything_in_order() -> None:
+    peers = with_peers("split", stub("a", 0, 1e8))
+    assert peers.shares(OF, 0, Side(LOCAL, 0, None)) == []
+    shares = peers.shares(OF, 10, Side(LOCAL, 0, 1e8))
+    assert shares == [Share(LOCAL, 0, 5), Share("a", 5, 5)]
+    peers.close()
+
+
+def test_a_destination_that_is_too_small_is_no_fetch(
+    fleet: Fleet, start: Callable[..., Peers]
+) -> None:
+    fleet.add("a")
+    peers = start()
+    eventually(lambda: usable(peers) == {"a"}, "it is connected")
+    fetched = place_for(request_of(keys(2)))
+    small = replace(fetched.destination, memory=memoryview(bytearray(8)))
+    assert isinstance(small, StridedDestination)
+    assert peers.begin("a", fetched.request, small, fetched) is None
+    assert peers.begin("nobody", fetched.request, fetched.destination, fetched) is None
+    assert peers._usable(None)[0]._outstanding == 0
