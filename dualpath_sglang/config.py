@@ -361,6 +361,11 @@ class DualPathConfig(BaseSettings):
             raise ConfigError(str(error)) from None
         return RedisSource(settings, self.index_timeout_s)
 
+    @property
+    def machine_name(self) -> str:
+        """How this machine is called in reports."""
+        return self.node_name or socket.gethostname()
+
     def node_options(self) -> NodeOptions | None:
         """The same, as the agent of a machine takes it; None with an index of one machine alone.
 
@@ -372,13 +377,12 @@ class DualPathConfig(BaseSettings):
             return None
         redis = source.settings
         where = f"{redis.mode} {redis} {redis.service} {redis.db}"
-        name = self.node_name or socket.gethostname()
         return NodeOptions(
             store=f"{os.path.normpath(self.store_options().root)} {where}",
             index_address=redis.hosts[0],
             automatic=self.node == "auto",
             directory=self.node_dir,
-            name=name,
+            name=self.machine_name,
             listen=ListenSpec.parse(self.node_listen),
             secret=self._node_secret(),
             memory_bytes=self.node_memory,

@@ -39,6 +39,7 @@ from dualpath_sglang.identity import identify
 from dualpath_sglang.kvcache import KVCache, WriteResult
 from dualpath_sglang.metrics import Metrics
 from dualpath_sglang.node.report import Node
+from dualpath_sglang.node.starter import Membership
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.served_model import served_model
 from dualpath_sglang.shards import Rank
@@ -77,8 +78,15 @@ class DualPathStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untype
         self._noted: set[str] = set()
         self._suspended = False
         # Last: whatever failed before has left nothing behind.
-        node = Node("hicache", int(storage_config.tp_rank))
-        self._cache = KVCache(options, index=config.index_source(), node=node)
+        node = Node("hicache", int(storage_config.tp_rank), host=config.machine_name)
+        self._membership = Membership(config)
+        try:
+            self._cache = KVCache(
+                options, index=config.index_source(), node=node, machine=self._membership.queue
+            )
+        except BaseException:
+            self._membership.close()
+            raise
         self._metrics = Metrics(
             "hicache", int(storage_config.tp_rank), enabled=storage_config.enable_storage_metrics
         )
@@ -389,6 +397,7 @@ class DualPathStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untype
         self._suspended = True
         self._metrics.close()
         self._cache.close()
+        self._membership.close()
         logger.info("DualPath storage at %s is closed", self._cache.root)
 
     def note_failure(self, call: str, error: Exception) -> None:

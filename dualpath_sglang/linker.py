@@ -38,6 +38,7 @@ from dualpath_sglang.layer_counter import GRACE_S, LayerCounter
 from dualpath_sglang.lookups import Need, PrefixLookups
 from dualpath_sglang.metrics import Metrics
 from dualpath_sglang.node.report import Node
+from dualpath_sglang.node.starter import Membership
 from dualpath_sglang.offloads import STAGING_BYTES, OffloadPart, Offloads
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.request_ledger import RequestLedger
@@ -110,8 +111,15 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         self._noted: set[str] = set()
         self._suspended = False
         self._metrics = Metrics("streaming", rank.tp[0], enabled=bool(params.enable_metrics))
-        node = Node("streaming", rank.tp[0])
-        self._cache = KVCache(options, index=config.index_source(), node=node)
+        node = Node("streaming", rank.tp[0], host=config.machine_name)
+        self._membership = Membership(config)
+        try:
+            self._cache = KVCache(
+                options, index=config.index_source(), node=node, machine=self._membership.queue
+            )
+        except BaseException:
+            self._membership.close()
+            raise
         try:
             self._stored: dict[str, Pool] = {}
             for pool in described.pools:
@@ -128,6 +136,7 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
             self._build(config, params, described.layers)
         except BaseException:
             self._cache.close()
+            self._membership.close()
             raise
 
     def _build(self, config: DualPathConfig, params: Any, layers: int) -> None:
@@ -425,6 +434,7 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         self._lookups.close()
         self._streamer.close()
         self._cache.close()
+        self._membership.close()
         logger.info("DualPath's store at %s is closed", self._cache.root)
 
     def _publish(self) -> None:

@@ -92,7 +92,15 @@ class MachineDir:
 
     def __init__(self, base: Path, store: str) -> None:
         self.path = base / hashlib.sha256(store.encode()).hexdigest()[:16]
-        _make_private(base)
+        self.make()
+
+    def make(self) -> None:
+        """Make it again, should somebody have removed it.
+
+        Raises:
+            NodeError: as above.
+        """
+        _make_private(self.path.parent)
         _make_private(self.path)
 
     @property

@@ -25,6 +25,8 @@ BASE_ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
+    # Tests of agents start theirs; an agent for every server of the others would only cost time.
+    "DUALPATH_NODE": "off",
     # DeepSeek-V3 routing is torch.compile code: 20 s of g++ that a tiny model does not repay.
     "TORCHDYNAMO_DISABLE": "1",
     # Freed slots are overwritten when the cache is flushed: a hit cannot pass on stale bytes.
