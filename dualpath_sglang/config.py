@@ -149,6 +149,7 @@ _EXPECTED = {
     "node_tls_key": "the path of a file",
     "node_tls_ca": "the path of a file",
     "read_paths": '"split", "shorter_queue", "local" or "peer"',
+    "split_floor": 'a size such as "1MiB"',
     "hedge_after": "a share above 0 and at most 1, such as 0.25",
 }
 
@@ -228,6 +229,7 @@ class DualPathConfig(BaseSettings):
         node_tls_cert, node_tls_key, node_tls_ca: all, for encryption between nodes; or none.
         read_paths: which nodes read a hit: ``split`` it over all, the one with the
             ``shorter_queue``, only this one (``local``), only others (``peer``).
+        split_floor: a smaller hit is read by one node.
         hedge_after: share of a load's deadline after which what a node has not brought is asked
             of another.
     """
@@ -277,6 +279,7 @@ class DualPathConfig(BaseSettings):
     node_tls_key: Annotated[Path, BeforeValidator(_path)] | None = None
     node_tls_ca: Annotated[Path, BeforeValidator(_path)] | None = None
     read_paths: Literal["split", "shorter_queue", "local", "peer"] = "split"
+    split_floor: Annotated[Size, Field(ge=0)] = 1 << 20
     hedge_after: Annotated[float, Field(gt=0, le=1)] = 0.25
 
     @classmethod
@@ -428,6 +431,7 @@ class DualPathConfig(BaseSettings):
             first_io_bytes=self.stream_first_io_size,
             piece_bytes=self.stream_piece_size,
             probe_s=self.stream_probe_s,
+            hedge_after=self.hedge_after,
         )
 
 

@@ -40,7 +40,9 @@ from dualpath_sglang.kvcache import KVCache, WriteResult
 from dualpath_sglang.metrics import Metrics
 from dualpath_sglang.node.report import Node
 from dualpath_sglang.node.starter import Membership
+from dualpath_sglang.paths.host_reader import HostReader
 from dualpath_sglang.pool import Pool
+from dualpath_sglang.second_path import other_nodes
 from dualpath_sglang.served_model import served_model
 from dualpath_sglang.shards import Rank
 from dualpath_storage import StoreError, key_bytes
@@ -87,17 +89,36 @@ class DualPathStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untype
         except BaseException:
             self._membership.close()
             raise
+        try:
+            self._others = other_nodes(config, self._cache, self._membership.machine)
+        except BaseException:
+            self._cache.close()
+            self._membership.close()
+            raise
+        self._reader = (
+            None
+            if self._others is None
+            else HostReader(self._cache, self._others, config.hedge_after)
+        )
         self._metrics = Metrics(
             "hicache", int(storage_config.tp_rank), enabled=storage_config.enable_storage_metrics
         )
-        self._metrics.follow(lambda: self._metrics.cache(self._cache.stats()))
+        self._metrics.follow(self._publish)
         self._pages = HostPages(
             self._cache,
             identity,
             Rank.of(storage_config),
             config.namespace,
             flat=not extra.get("interface_v1"),
+            reader=self._reader,
         )
+
+    def _publish(self) -> None:
+        stats = self._cache.stats()
+        self._metrics.cache(stats)
+        if self._reader is not None and self._others is not None:
+            self._metrics.paths(stats.read_bytes, self._reader.remote_bytes, self._reader.hedges)
+            self._metrics.nodes(self._others.usable, self._others.counts)
 
     # -- pools ------------------------------------------------------------------------------
 
@@ -396,6 +417,8 @@ class DualPathStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untype
         """Give everything back. Later calls miss."""
         self._suspended = True
         self._metrics.close()
+        if self._others is not None:
+            self._others.close()
         self._cache.close()
         self._membership.close()
         logger.info("DualPath storage at %s is closed", self._cache.root)

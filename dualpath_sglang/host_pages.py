@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +17,7 @@ from dualpath_sglang.identity import Identity
 from dualpath_sglang.kvcache import KVCache, WriteResult
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.shards import Rank
-from dualpath_storage import Geometry, key_bytes
+from dualpath_storage import Geometry, Pieces, key_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,16 @@ class EmptyPool:
     anchor: bool
 
 
+class BlockReader(Protocol):
+    """Reads whole blocks, as :meth:`KVCache.read` does."""
+
+    def read(
+        self, pool: Pool, keys: Sequence[bytes], pieces: Sequence[Pieces], *, timeout_s: float
+    ) -> list[bool]:
+        """True for a block that is whole; the memory of any other is garbage."""
+        ...
+
+
 class HostPages:
     """Host pools by name, with the geometry that each has in the cache. Thread-safe.
 
@@ -73,12 +83,21 @@ class HostPages:
         identity: of the model that fills the pools.
         rank: of this process.
         flat: SGLang exchanges whole pages as flat tensors.
+        reader: reads blocks in place of the cache.
     """
 
     def __init__(
-        self, cache: KVCache, identity: Identity, rank: Rank, namespace: str, *, flat: bool = False
+        self,
+        cache: KVCache,
+        identity: Identity,
+        rank: Rank,
+        namespace: str,
+        *,
+        flat: bool = False,
+        reader: BlockReader | None = None,
     ) -> None:
         self._cache = cache
+        self._reader = reader or cache
         self._identity = identity
         self._rank = rank
         self._namespace = namespace
@@ -161,7 +180,7 @@ class HostPages:
             if left <= 0 or not all(done):
                 break
             with layout.window(pages[i : i + len(part)], fill=False) as window:
-                good = self._cache.read(pool, part, window.pieces, timeout_s=left)
+                good = self._reader.read(pool, part, window.pieces, timeout_s=left)
                 window.commit(good)
             done += good
         return done + [False] * (len(keys) - len(done))

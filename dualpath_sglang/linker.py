@@ -40,9 +40,11 @@ from dualpath_sglang.metrics import Metrics
 from dualpath_sglang.node.report import Node
 from dualpath_sglang.node.starter import Membership
 from dualpath_sglang.offloads import STAGING_BYTES, OffloadPart, Offloads
+from dualpath_sglang.paths.peers import Peers
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.request_ledger import RequestLedger
 from dualpath_sglang.scrubber import Scrubber
+from dualpath_sglang.second_path import other_nodes
 from dualpath_sglang.served_model import served_model
 from dualpath_sglang.served_rank import this_rank
 from dualpath_sglang.streaming.load import Load, LoadRequest, LoadResult, Outcome, PoolLoad
@@ -120,6 +122,7 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         except BaseException:
             self._membership.close()
             raise
+        self._others: Peers | None = None
         try:
             self._stored: dict[str, Pool] = {}
             for pool in described.pools:
@@ -135,8 +138,7 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
                 _log_pool(geometry, writer)
             self._build(config, params, described.layers)
         except BaseException:
-            self._cache.close()
-            self._membership.close()
+            self._leave()
             raise
 
     def _build(self, config: DualPathConfig, params: Any, layers: int) -> None:
@@ -158,7 +160,10 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
                 except ValueError as error:
                     raise StoreError(f"DualPath cannot stream into {name}: {error}") from error
                 self._landings[name] = landing
-        self._streamer = LayerStreamer(self._cache, stream_options, memory=memory)
+        self._others = other_nodes(config, self._cache, self._membership.machine)
+        self._streamer = LayerStreamer(
+            self._cache, stream_options, memory=memory, paths=self._others
+        )
         for stored in self._stored.values():
             self._streamer.check(stored.geometry)
         self._streamer.measure(self._stored[KV])
@@ -433,13 +438,22 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         self._scrubber.close()
         self._lookups.close()
         self._streamer.close()
+        self._leave()
+        logger.info("DualPath's store at %s is closed", self._cache.root)
+
+    def _leave(self) -> None:
+        if self._others is not None:
+            self._others.close()
         self._cache.close()
         self._membership.close()
-        logger.info("DualPath's store at %s is closed", self._cache.root)
 
     def _publish(self) -> None:
         self._metrics.cache(self._cache.stats())
-        self._metrics.stream(self._streamer.stats())
+        streamed = self._streamer.stats()
+        self._metrics.stream(streamed)
+        self._metrics.paths(streamed.read_bytes, streamed.remote_bytes, streamed.hedges)
+        if self._others is not None:
+            self._metrics.nodes(self._others.usable, self._others.counts)
         self._metrics.lookups(dict(self._lookups.sources))
         self._metrics.gauge("offload_waiting_pages", self._offloads.waiting_pages)
 

@@ -22,6 +22,10 @@ hicache) and ``rank`` (of tensor parallelism).
 | dualpath_load_seconds | histogram | | from the start of a load to its end |
 | dualpath_layer_wait_seconds | histogram | | time a forward waited for a layer that was not there |
 | dualpath_recomputes_total | counter | reason | requests computed anew after a failed load |
+| dualpath_path_bytes_total | counter | path | bytes of hits, by who read them: pe (this), de |
+| dualpath_hedges_total | counter | | nodes that were late and replaced |
+| dualpath_nodes | gauge | | other nodes that can be asked now |
+| dualpath_node_events_total | counter | event | fetches from nodes by their end, and faults |
 | dualpath_read_queue_bytes | gauge | | accepted and not yet read |
 | dualpath_reads_in_flight | gauge | | |
 | dualpath_staging_used_bytes | gauge | | |
@@ -60,6 +64,9 @@ _COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "repairs": ("Damaged blocks removed, and second reads that helped", ("kind",)),
     "admissions": ("Hits by what was decided about loading them", ("decision",)),
     "loads": ("Loads of requests by how they ended", ("outcome",)),
+    "path_bytes": ("Bytes of hits by who read them: this node (pe) or another (de)", ("path",)),
+    "hedges": ("Nodes that were late and replaced", ()),
+    "node_events": ("Fetches from other nodes by their end, and what went wrong", ("event",)),
     "recomputes": ("Requests computed anew after a failed load", ("reason",)),
 }
 _HISTOGRAMS: Mapping[str, str] = {
@@ -69,6 +76,7 @@ _HISTOGRAMS: Mapping[str, str] = {
 }
 _GAUGES: Mapping[str, tuple[str, Literal["livesum", "livemax"]]] = {
     "read_queue_bytes": ("Bytes accepted and not yet read", "livesum"),
+    "nodes": ("Other nodes that can be asked to read", "livemax"),
     "reads_in_flight": ("Reads in flight", "livesum"),
     "staging_used_bytes": ("Staging memory in use", "livesum"),
     "staging_peak_bytes": ("Most staging memory ever in use", "livesum"),
@@ -183,6 +191,16 @@ class Metrics:
         self.gauge("reads_in_flight", stats.in_flight_reads)
         self.gauge("staging_used_bytes", stats.staging_used_bytes)
         self.gauge("staging_peak_bytes", stats.staging_peak_bytes)
+
+    def paths(self, local_bytes: int, remote_bytes: int, hedges: int) -> None:
+        """What came over which path, in total."""
+        self._totals("path_bytes", "path", {"pe": local_bytes, "de": remote_bytes})
+        self._total("hedges", hedges)
+
+    def nodes(self, usable: int, events: Mapping[str, int]) -> None:
+        """How many can be asked now, and what happened with them in total."""
+        self.gauge("nodes", usable)
+        self._totals("node_events", "event", events)
 
     def lookups(self, sources: Mapping[str, int]) -> None:
         """Answers by source, in total."""

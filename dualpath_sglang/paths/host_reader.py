@@ -56,6 +56,10 @@ class HostReader:
         self._cache = cache
         self._paths = paths
         self._hedge_after = hedge_after
+        self.remote_bytes = 0
+        """What other nodes have brought."""
+        self.hedges = 0
+        """Nodes that were given up."""
         self._rate: float | None = None
         self._lock = threading.Lock()
 
@@ -64,7 +68,7 @@ class HostReader:
     ) -> list[bool]:
         """As :meth:`KVCache.read`, of whole blocks."""
         job = _Job(pool, keys, pieces, time.monotonic(), timeout_s, [False] * len(keys))
-        own = Side(LOCAL, self._cache.read_queue.bytes, self._rate)
+        own = Side(LOCAL, self._cache.read_queue.of_machine()[0], self._rate)
         shares = self._paths.shares(pool.geometry, len(keys), own)
         fetches: list[HostFetch] = []
         mine: list[int] = []
@@ -98,11 +102,15 @@ class HostReader:
         for fetch in fetches:
             if not fetch.wait(patience_s, job.deadline):
                 self._paths.blame(fetch.side, Blame.LATE)
+                with self._lock:
+                    self.hedges += 1
                 assert fetch.going is not None
                 fetch.going.cancel()
             if fetch.damaged:
                 self._paths.blame(fetch.side, Blame.BAD)
             whole = fetch.whole
+            with self._lock:
+                self.remote_bytes += len(whole) * job.pool.geometry.block_bytes
             for i in whole:
                 job.good[i] = True
             came: list[tuple[bytes, Placement | None, ReadStatus]] = [

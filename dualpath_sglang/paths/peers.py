@@ -74,6 +74,7 @@ class Peers:
         self._reports = reports
         self._peers: dict[str, Peer] = {}
         self._seen: dict[str, float] = {}
+        self._other_versions: set[str] = set()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="dualpath-peers", daemon=True)
@@ -101,9 +102,14 @@ class Peers:
         return shorter_queue(sides).name if sides else None
 
     @property
+    def usable(self) -> int:
+        """How many nodes can be asked now."""
+        return len(self._usable(None))
+
+    @property
     def ready(self) -> bool:
         """See :class:`OtherPaths`."""
-        return bool(self._usable(None))
+        return self.usable > 0
 
     @property
     def bytes_per_s(self) -> float:
@@ -193,14 +199,15 @@ class Peers:
         return peer
 
     def _note_version(self, name: str, report: Report) -> None:
-        if self.counts[f"version {name}"] == 0:
+        self.counts["version"] += 1
+        if name not in self._other_versions:
+            self._other_versions.add(name)
             logger.warning(
                 "Node %s is not used: it speaks version %s of the protocol, not %s",
                 name,
                 report.get("protocol"),
                 VERSION,
             )
-        self.counts[f"version {name}"] += 1
 
     def close(self) -> None:
         """Let go of all; every fetch ends."""

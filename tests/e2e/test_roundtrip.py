@@ -20,14 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from dualpath_sglang.kvcache import KVCache, WriteResult
-from dualpath_storage import StoreOptions, pieces_of
-from tests.support.index_choice import source
 from tests.support.processes import BASE_ENVIRONMENT
 from tests.support.server import Answer, Server, hicache_flags, random_tokens
+from tests.support.stores import replace_blocks
 
 pytestmark = pytest.mark.e2e
 
@@ -317,22 +314,3 @@ def test_other_bytes_in_the_store_change_the_answer(stocked: Stocked) -> None:
     answer = stocked.server.generate(PROMPT)
     assert answer.cached.storage == WHOLE_PAGES
     assert answer.tokens != stocked.cold.tokens
-
-
-def replace_blocks(root: Path) -> int:
-    """Write every block anew: under its key and with right checksums, but with other bytes."""
-    cache = KVCache(StoreOptions(root=root, capacity_bytes=1 << 30), index=source())
-    random = np.random.default_rng(0)
-    replaced = 0
-    try:
-        names = {g: [entry.key for entry in cache.index.entries(g)] for g in cache.geometries()}
-        cache.clear()
-        for geometry, keys in names.items():
-            pool = cache.attach(geometry)
-            for key in keys:
-                numbers = random.standard_normal(geometry.block_bytes // 4, dtype=np.float32)
-                pieces = pieces_of(memoryview(numbers).cast("B"), geometry)
-                replaced += cache.write(pool, [key], [pieces]) == [WriteResult.STORED]
-    finally:
-        cache.close()
-    return replaced

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dualpath_storage import Geometry
+import numpy as np
+
+from dualpath_sglang.kvcache import KVCache, WriteResult
+from dualpath_storage import Geometry, StoreOptions, pieces_of
 from dualpath_storage.paths import GEOMETRY_FILE, segment_path
-from tests.support.index_choice import index_of
+from tests.support.index_choice import index_of, source
 
 HEADER_BYTES = 4096
 
@@ -72,3 +75,22 @@ def keys_of(prompt: list[int], page_tokens: int) -> list[bytes]:
     whole = len(prompt) // page_tokens * page_tokens
     hashes = get_storage_hash_str(RadixKey(prompt[:whole]), None, page_size=page_tokens)
     return [bytes.fromhex(name) for name in hashes]
+
+
+def replace_blocks(root: Path, index: str | None = None) -> int:
+    """Write every block anew: under its key and with right checksums, but with other bytes."""
+    cache = KVCache(StoreOptions(root=root, capacity_bytes=1 << 30), index=source(index))
+    random = np.random.default_rng(0)
+    replaced = 0
+    try:
+        names = {g: [entry.key for entry in cache.index.entries(g)] for g in cache.geometries()}
+        cache.clear()
+        for geometry, keys in names.items():
+            pool = cache.attach(geometry)
+            for key in keys:
+                numbers = random.standard_normal(geometry.block_bytes // 4, dtype=np.float32)
+                pieces = pieces_of(memoryview(numbers).cast("B"), geometry)
+                replaced += cache.write(pool, [key], [pieces]) == [WriteResult.STORED]
+    finally:
+        cache.close()
+    return replaced
