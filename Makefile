@@ -13,7 +13,7 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-cluster test test-slow test-redis bench lint format clean
+.PHONY: help venv demo demo-cluster demo-dualpath test test-slow test-redis bench lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ demo: $(STAMP) ## an agent session on a real server, killed and continued from s
 
 demo-cluster: $(STAMP) ## an agent session that moves between two servers with one Redis
 	$(PY) -m examples.demo_cluster $(DEMO_ARGS)
+
+demo-dualpath: $(STAMP) ## hits read by three nodes at once: a server and two agents, one of them killed
+	$(PY) -m examples.demo_dualpath $(DEMO_ARGS)
 
 test: $(STAMP) ## every test but the slow ones
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
