@@ -64,18 +64,22 @@ class MachineQueue:
         self._fd = -1
         self._map: mmap.mmap | None = None
         self._words: np.ndarray[tuple[int, int], np.dtype[np.int64]] | None = None
+        self._own: memoryview | None = None
+        """The slot's words; each is one store of 8 aligned bytes."""
         self._closed = False
         byte_locks.close_in_children(self, MachineQueue._leave)
         self.renew()
 
     def put(self, size: int, tokens: int) -> None:
-        """What this process has to read by now: bytes and tokens."""
-        with self._lock:
-            self._mine = (size, tokens)
-            if self._words is not None:
-                row = self._words[self._slot]
-                row[0] = size
-                row[1] = tokens
+        """What this process has to read by now: bytes and tokens. One thread at a time.
+
+        Takes no lock: a sum that another thread makes does not hold a read up.
+        """
+        self._mine = (size, tokens)
+        own = self._own
+        if own is not None:
+            own[0] = size
+            own[1] = tokens
 
     def total(self) -> tuple[int, int]:
         """Bytes and tokens of all living processes of the machine."""
@@ -112,6 +116,7 @@ class MachineQueue:
         """Give the slot back."""
         with self._lock:
             self._closed = True
+            self._own = None
             if self._words is not None:
                 self._words[self._slot] = 0
                 byte_locks.give_back(self._fd, _at(self._slot))
@@ -129,8 +134,14 @@ class MachineQueue:
         for slot in range(SLOTS):
             if byte_locks.take(self._fd, _at(slot)):
                 self._slot = slot
-                words[slot] = (*self._mine, 1, 0)
-                self._words = words
+                begin = _at(slot)
+                own = memoryview(self._map)[begin : begin + 8 * _WORDS].cast("q")
+                self._words, self._own = words, own
+                mine = None
+                while mine is not self._mine:  # it may change meanwhile
+                    mine = self._mine
+                    own[0], own[1] = mine
+                own[2] = 1
                 return
         raise _DamagedError(f"all {SLOTS} slots of {self._path} are taken")
 
@@ -177,7 +188,7 @@ class MachineQueue:
         return size, tokens
 
     def _release(self) -> None:
-        self._words = None
+        self._words = self._own = None
         self._slot = -1
         mapped, self._map = self._map, None
         if mapped is not None:
