@@ -218,10 +218,13 @@ class Network:
 
     # -- processes --------------------------------------------------------------------------
 
-    def popen(self, host: str, argv: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
+    def popen(
+        self, host: str | Port, argv: Sequence[str | Path], **options: Any
+    ) -> subprocess.Popen[Any]:
         """Start a process in a host; its number is the command's own, so that it can be killed.
 
         Args:
+            host: or one end of a cable, which may be the switch's.
             options: of :class:`subprocess.Popen`.
         """
         command = [*_inside(self._namespace_of(host)), *map(str, argv)]
@@ -229,15 +232,20 @@ class Network:
         self._processes.append(process)
         return process
 
-    def run(self, host: str, argv: Sequence[str | Path], timeout_s: float = _STEP_S) -> str:
+    def run(self, host: str | Port, argv: Sequence[str | Path], timeout_s: float = _STEP_S) -> str:
         """Run a command in a host to its end; what it printed.
+
+        Args:
+            host: or one end of a cable, which may be the switch's.
 
         Raises:
             NetworkError: it failed, or took too long.
         """
         return _run([*_inside(self._namespace_of(host)), *map(str, argv)], timeout_s)
 
-    def _namespace_of(self, host: str) -> str:
+    def _namespace_of(self, host: str | Port) -> str:
+        if isinstance(host, Port):
+            return host.namespace
         if host not in self._hosts:
             raise NetworkError(f"There is no host {host}")
         return self.namespace(host)

@@ -71,7 +71,8 @@ if command -v mlnx_qos > /dev/null; then
     mlnx_qos -i {device} --dscp2prio set,{dscp},{KV_CLASS}
 else
     dcb ets set dev {device} willing off prio-tc {_map(classes)} \\
-        tc-tsa {_map(tsa)} tc-bw {_map([*percent, *[0] * unused])}
+        tc-tsa {_map(tsa)} \\
+        tc-bw {_map([*percent, *[0] * unused])}
     dcb pfc set dev {device} prio-pfc {_map(["on" if on else "off" for on in lossless])}
     for dscp in {others}; do
         dcb app replace dev {device} dscp-prio $dscp:0

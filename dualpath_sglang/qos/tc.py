@@ -17,8 +17,8 @@ _ETHERNET_BYTES = 18
 """Addresses, type and a VLAN tag."""
 _SUPER_S = 10e-6
 """A super-packet of KV holds the link no longer than this, or than one packet."""
-_KV_BURST_S = 100e-6
-_MODEL_BURST_S = 100e-6
+_KV_BURST_S = 20e-6
+_MODEL_BURST_S = 20e-6
 _QUEUE_S = 1e-3
 _KV_PACKETS, _MODEL_PACKETS = 64, 1000
 _MOST_SEGMENTS = 64
