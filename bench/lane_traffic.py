@@ -144,8 +144,7 @@ def _answer_one(sock: socket.socket) -> None:
     with sock, contextlib.suppress(OSError):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         flood = sock.recv(1) == _FLOOD
-        if not flood:
-            _prefer_this_thread()
+        _prefer_this_thread()
         while not flood:
             _fill(sock, memoryview(buffer)[:MESSAGE_BYTES])
             sock.sendall(memoryview(buffer)[:MESSAGE_BYTES])
@@ -180,6 +179,7 @@ def flood(address: str, port: int) -> None:
     """Until it is killed."""
     with socket.create_connection((address, port), 30) as sock:
         sock.sendall(_FLOOD)
+        _prefer_this_thread()
         while True:
             sock.sendall(bytes(1 << 17))
 

@@ -9,7 +9,7 @@ from dualpath_sglang.qos.rates import DEFAULT_DSCP, Share, rate_text
 from dualpath_sglang.qos.read import DeviceState, Filter, HtbClass
 from dualpath_sglang.qos.tc import Lanes
 
-_NEAR = 0.02
+_NEAR = 0.005
 """tc rounds what it prints, and the kernel what it is told."""
 _PROTOCOLS = (("ip", "IPv4", 16), ("ipv6", "IPv6", 20))
 """Of the filters: as tc calls them, as people do, and bits right of the traffic class."""

@@ -18,7 +18,8 @@ _ETHERNET_BYTES = 18
 _SUPER_S = 10e-6
 """A super-packet of KV holds the link no longer than this, or than one packet."""
 _KV_BURST_S = 20e-6
-_MODEL_BURST_S = 20e-6
+_MODEL_BURST_S = 1e-3
+_MODEL_BURST_PACKETS = 16
 _QUEUE_S = 1e-3
 _KV_PACKETS, _MODEL_PACKETS = 64, 1000
 _MOST_SEGMENTS = 64
@@ -85,8 +86,8 @@ class Lanes:
 
     @property
     def model_burst_bytes(self) -> int:
-        """The same for the model."""
-        return max(2 * self.turn_bytes, self._bytes(_MODEL_BURST_S))
+        """The same for the model: much more, or late timers would cost it of its share."""
+        return max(_MODEL_BURST_PACKETS * self.packet_bytes, self._bytes(_MODEL_BURST_S))
 
     @property
     def kv_queue_bytes(self) -> int:
@@ -146,9 +147,9 @@ ip link set {at} gso_max_segs {segments}
 tc qdisc del {at} root 2> /dev/null || true
 tc qdisc add {at} root handle 1: htb default {_minor(MODEL)}
 tc class add {at} parent 1: classid {ROOT} htb rate {rate} ceil {rate} \\
-    burst {burst} cburst {burst} quantum {max(_MODEL_TURN, turn)}
+    burst {kv_burst} cburst {kv_burst} quantum {max(_MODEL_TURN, turn)}
 
-# The model: sure of its share, served first.
+# The model: sure of its share, served first. What it sends at once, KV waits for.
 tc class add {at} parent {ROOT} classid {MODEL} htb prio 0 rate {model} ceil {rate} \\
     burst {burst} cburst {burst} quantum {max(_MODEL_TURN, turn)}
 tc qdisc add {at} parent {MODEL} handle {_minor(MODEL)}: bfifo limit {lanes.model_queue_bytes}

@@ -44,6 +44,7 @@ def test_kv_holds_the_link_for_a_packet_or_ten_microseconds(bit_s: int, mtu: int
     assert lanes.model_bit_s + lanes.kv_bit_s == bit_s
     assert lanes.segments == 1 or lanes.turn_bytes * 8 / bit_s <= 10e-6
     assert lanes.kv_burst_bytes <= max(2 * lanes.turn_bytes, 20e-6 * bit_s / 8)
+    assert 8 * lanes.turn_bytes <= lanes.model_burst_bytes or lanes.turn_bytes * 8 / bit_s <= 10e-6
     assert lanes.packet_bytes <= lanes.turn_bytes <= lanes.kv_burst_bytes < lanes.kv_queue_bytes
 
 
