@@ -8,13 +8,10 @@ gives it up waits for the piece that is under way, and ends the connection when 
 from __future__ import annotations
 
 import logging
-import socket
-import ssl
+import math
 import threading
 import time
-from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from dualpath_sglang.transport import frames
 from dualpath_sglang.transport.base import (
@@ -24,12 +21,16 @@ from dualpath_sglang.transport.base import (
     FetchRequest,
     Load,
     PeerLostError,
-    Span,
     TransportError,
 )
-from dualpath_sglang.transport.frames import DATA_HEAD, HEAD_BYTES, Head, Kind
+from dualpath_sglang.transport.dial import PeerAddress, dial
+from dualpath_sglang.transport.fetches import Ask, Fetch, Gone
+from dualpath_sglang.transport.frames import Head, Kind
 from dualpath_sglang.transport.handshake import greet
-from dualpath_sglang.transport.socket_io import SocketIo, tune
+from dualpath_sglang.transport.socket_io import SocketIo
+from dualpath_sglang.transport.wire import Wire
+
+__all__ = ["Connection", "Fetch", "PeerAddress"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,105 +38,10 @@ _SEND_S = 2.0
 _PIECE_S = 10.0
 """A piece that has begun comes within this time, or the connection is given up."""
 _GRACE_S = 0.5
-_SCRATCH_BYTES = 1 << 16
 _MOST_GONE = 1024
 _LOOK_EVERY_S = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class PeerAddress:
-    """Where a peer listens, and how to be let in.
-
-    Args:
-        secret: shared by all nodes; empty for none.
-        tls: encrypts, when given.
-        dscp: traffic class of what is sent.
-    """
-
-    host: str
-    port: int
-    secret: bytes = field(default=b"", repr=False)
-    tls: ssl.SSLContext | None = None
-    dscp: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
-
-
-@dataclass(slots=True, eq=False)
-class Fetch:
-    """One request on its way. Made by :meth:`Connection.fetch`."""
-
-    request: FetchRequest
-    destination: Destination
-    told: Fetching
-    number: int
-    deadline: float
-    done: threading.Event = field(default_factory=threading.Event)
-    _next: array[int] = field(init=False)
-    """By block: the layer that comes next; one past the last when nothing more does."""
-    _left: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        count = len(self.request.keys)
-        self._next = array("H", [self.request.first_layer]) * count
-        self._left = count * (self.request.end_layer - self.request.first_layer)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Until it has ended; whether it has."""
-        return self.done.wait(timeout_s)
-
-    @property
-    def blocks(self) -> int:
-        """How many are asked for."""
-        return len(self.request.keys)
-
-    @property
-    def layer_bytes(self) -> int:
-        """Of one Layer Block."""
-        return self.destination.layer_bytes
-
-    @property
-    def complete(self) -> bool:
-        """Whether every Layer Block has come, or was said to be missing."""
-        return self._left == 0
-
-    def expect(self, span: Span) -> None:
-        """A piece comes now.
-
-        Raises:
-            PeerLostError: nobody asked for it, it has come before, or it is not its turn.
-        """
-        request, end = self.request, span.first + span.count
-        if not request.first_layer <= span.first_layer < span.end_layer <= request.end_layer:
-            raise PeerLostError("a layer came that nobody asked for")
-        if end > len(request.keys):
-            raise PeerLostError("blocks came that nobody asked for")
-        if self._next[span.first : end] != array("H", [span.first_layer]) * span.count:
-            raise PeerLostError("Layer Blocks came twice, or not in their order")
-        self._next[span.first : end] = array("H", [span.end_layer]) * span.count
-        self._left -= span.layer_blocks
-
-    def lack(self, blocks: Sequence[int]) -> None:
-        """Nothing more of these blocks comes.
-
-        Raises:
-            PeerLostError: that was known.
-        """
-        for block in blocks:
-            more = self.request.end_layer - self._next[block]
-            if more <= 0:
-                raise PeerLostError("a block is said to be missing that is not")
-            self._left -= more
-            self._next[block] = self.request.end_layer
-
-
-@dataclass(frozen=True, slots=True)
-class _Gone:
-    """What is still to be known of a fetch that was given up: nothing that holds its memory."""
-
-    blocks: int
-    layer_bytes: int
+_DEAD_S = 2.0
+"""A peer that was asked, and sends nothing at all for so long, is given up."""
 
 
 class Connection:
@@ -151,21 +57,23 @@ class Connection:
 
     def __init__(self, address: PeerAddress, deadline: float) -> None:
         self.address = address
-        self._io = SocketIo(_dial(address, deadline))
+        self._io = SocketIo(dial(address, deadline))
         try:
             self._io.agree_on_tls(deadline)
-            greet(self._io, address.secret, deadline)
+            self._wire = Wire(self._io, greet(self._io, address.secret, deadline))
         except BaseException:
             self._io.close()
             raise
         self._lock = threading.Lock()
         self._piece_over = threading.Condition(self._lock)
         self._fetches: dict[int, Fetch] = {}
-        self._gone: dict[int, _Gone] = {}
+        self._gone: dict[int, Gone] = {}
         self._receiving: Fetch | None = None
         self._telling: Fetch | None = None
+        self._ask: Ask | None = None
         self._number = 0
         self._lost: str | None = None
+        self._verdict: str | None = None
         self.load: Load | None = None
         """The peer's read queue, as it said last."""
         self._thread = threading.Thread(
@@ -198,16 +106,53 @@ class Connection:
             fetch = Fetch(request, destination, told, self._number, deadline)
             self._fetches[fetch.number] = fetch
         body = frames.fetch_body(request)
-        if not self._send(Head(Kind.FETCH, fetch.number, length=len(body)), body, deadline):
+        if not self._send(Kind.FETCH, fetch.number, body, deadline):
             self._end(fetch, End.TIMEOUT)
         return fetch
+
+    def ask_load(self, timeout_s: float) -> Load | None:
+        """The peer's read queue as it is now; also whether the peer is there at all.
+
+        A peer from which nothing whatever comes for two seconds after it was asked, or for
+        ``timeout_s`` if that is longer, is given up, and with it the connection. Not to be called
+        from a callback of a fetch, which would wait for itself.
+
+        Args:
+            timeout_s: how long to wait for it.
+
+        Returns:
+            None when it does not come in time, or the connection has ended.
+        """
+        if threading.current_thread() is self._thread:
+            return None
+        with self._lock:
+            if self._lost is not None:
+                return None
+            ask, new = self._ask, self._ask is None
+            if ask is None:
+                self._number = self._free_number()
+                now = time.monotonic()
+                ask = self._ask = Ask(self._number, now, now + max(timeout_s, _DEAD_S))
+        if new and not self._send(Kind.PING, ask.number):
+            self._io.shut()  # its answer would be waited for
+        ask.done.wait(max(0.0, timeout_s))
+        self._give_up_if_dead()
+        return ask.load
+
+    def _give_up_if_dead(self) -> None:
+        with self._lock:
+            ask = self._ask
+        if ask is not None and time.monotonic() >= ask.dead_at and self._io.silent(ask.asked_at):
+            self._verdict = "the peer was asked, and does not answer"
+            self._io.shut()
 
     def _free_number(self) -> int:
         """With the lock held."""
         number = self._number
         while True:
             number = (number + 1) & 0xFFFFFFFF
-            if number not in self._fetches and number not in self._gone:
+            asked = self._ask is not None and self._ask.number == number
+            if number not in self._fetches and number not in self._gone and not asked:
                 return number
 
     def cancel(self, fetch: Fetch, end: End = End.CANCELLED) -> None:
@@ -216,7 +161,7 @@ class Connection:
         Waits for a callback of it that is under way, but not for long.
         """
         if self._end(fetch, end):
-            self._send(Head(Kind.CANCEL, fetch.number), b"", time.monotonic() + _SEND_S)
+            self._send(Kind.CANCEL, fetch.number)
 
     def _end(self, fetch: Fetch, end: End) -> bool:
         """Whether it had not ended before."""
@@ -224,7 +169,7 @@ class Connection:
             ours = self._fetches.get(fetch.number) is fetch
             if ours:
                 del self._fetches[fetch.number]
-                self._gone[fetch.number] = _Gone(len(fetch.request.keys), fetch.layer_bytes)
+                self._gone[fetch.number] = Gone(len(fetch.request.keys), fetch.layer_bytes)
                 while len(self._gone) > _MOST_GONE:
                     del self._gone[next(iter(self._gone))]
             if threading.current_thread() is not self._thread:
@@ -248,10 +193,13 @@ class Connection:
 
     # -- sending ----------------------------------------------------------------------------
 
-    def _send(self, head: Head, body: bytes, deadline: float) -> bool:
+    def _send(
+        self, kind: Kind, number: int, content: bytes = b"", deadline: float = math.inf
+    ) -> bool:
         """Whether it could be sent in time; a failure ends the connection, and so every fetch."""
+        begin_by = min(deadline, time.monotonic() + _SEND_S)
         try:
-            self._io.send([head.pack(), body], min(deadline, time.monotonic() + _SEND_S))
+            self._wire.send(kind, number, content, begin_by=begin_by)
         except TimeoutError:
             return False
         except PeerLostError:
@@ -266,7 +214,7 @@ class Connection:
             while True:
                 if self._io.readable(self._next_deadline()):
                     deadline = time.monotonic() + _PIECE_S
-                    self._take(Head.unpack(self._io.receive(HEAD_BYTES, deadline)), deadline)
+                    self._take(self._wire.receive_head(deadline), deadline)
                 self._expire()
         except TransportError as error:
             why = str(error)
@@ -274,13 +222,16 @@ class Connection:
             logger.exception("Receiving from %s failed", self.address)
             why = f"receiving failed: {error}"
         with self._lock:
-            self._lost = f"{self.address}: {why}"
+            self._lost = f"{self.address}: {self._verdict or why}"
             left = list(self._fetches.values())
             self._fetches.clear()
             self._gone.clear()
+            ask, self._ask = self._ask, None
             self._receiving = self._telling = None
             self._piece_over.notify_all()
         self._io.close()
+        if ask is not None:
+            ask.done.set()
         for fetch in left:
             self._tell_end(fetch, End.LOST, None)
 
@@ -295,8 +246,12 @@ class Connection:
             late = [fetch for fetch in self._fetches.values() if fetch.deadline <= now]
         for fetch in late:
             self.cancel(fetch, End.TIMEOUT)
+        self._give_up_if_dead()
 
     def _take(self, head: Head, deadline: float) -> None:
+        if head.kind is Kind.LOAD:
+            self._take_load(head, self._wire.receive_content(head, deadline))
+            return
         with self._lock:
             fetch = self._fetches.get(head.request)
             gone = self._gone.get(head.request)
@@ -305,19 +260,30 @@ class Connection:
             raise PeerLostError("a frame came that answers nothing")
         if head.kind is Kind.DATA:
             self._take_data(head, known, deadline)
-        elif head.kind is Kind.MISSING:
-            body = self._io.receive(head.length, deadline)
-            blocks = frames.parse_missing(body, known.blocks)
+            return
+        content = self._wire.receive_content(head, deadline)
+        if head.kind is Kind.MISSING:
+            blocks = frames.parse_missing(content, known.blocks)
             if fetch is not None:
                 fetch.lack(blocks)
                 self._tell(fetch, lambda: fetch.told.missing(blocks))
         elif head.kind is Kind.END:
-            self._take_end(head, self._io.receive(head.length, deadline))
+            self._take_end(head, content)
         else:
             raise PeerLostError("it sent what only a client sends")
 
-    def _take_end(self, head: Head, body: bytes) -> None:
-        end, self.load = frames.parse_end(head, body)
+    def _take_load(self, head: Head, content: bytes) -> None:
+        load = frames.parse_load(content)
+        with self._lock:
+            ask = self._ask
+            if ask is None or ask.number != head.request:
+                raise PeerLostError("it said its load, and nobody asked")
+            self._ask = None
+        self.load = ask.load = load
+        ask.done.set()
+
+    def _take_end(self, head: Head, content: bytes) -> None:
+        end, self.load = frames.parse_end(head), frames.parse_load(content)
         with self._lock:
             fetch = self._fetches.pop(head.request, None)
             self._gone.pop(head.request, None)
@@ -326,15 +292,12 @@ class Connection:
             end = End.FAILED if end is End.OK and not fetch.complete else end
             self._tell_end(fetch, end, self.load)
 
-    def _take_data(self, head: Head, known: Fetch | _Gone, deadline: float) -> None:
-        fixed = self._io.receive(DATA_HEAD.size, deadline)
-        span = frames.data_span(head, fixed, known.layer_bytes)
-        packed = self._io.receive(8 * span.layer_blocks, deadline)
-        checksums = frames.parse_checksums(fixed, packed)
+    def _take_data(self, head: Head, known: Fetch | Gone, deadline: float) -> None:
+        span, checksums = self._wire.receive_front(head, known.layer_bytes, deadline)
         with self._lock:
             fetch = self._receiving = self._fetches.get(head.request)
         if fetch is None:  # given up, perhaps just now
-            self._discard(span.layer_blocks * known.layer_bytes, deadline)
+            self._wire.discard(span.layer_blocks * known.layer_bytes, deadline)
             return
         try:
             fetch.expect(span)
@@ -347,7 +310,7 @@ class Connection:
                 self._receiving = None
                 self._piece_over.notify_all()
         if views is None:
-            self._discard(span.layer_blocks * known.layer_bytes, deadline)
+            self._wire.discard(span.layer_blocks * known.layer_bytes, deadline)
             self.cancel(fetch)
         else:
             self._tell(fetch, lambda: fetch.told.landed(span, checksums))
@@ -371,13 +334,6 @@ class Connection:
         if failed:
             self.cancel(fetch, End.FAILED)
 
-    def _discard(self, size: int, deadline: float) -> None:
-        scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))
-        while size:
-            part = scratch[: min(size, len(scratch))]
-            self._io.receive_into(part, deadline)
-            size -= len(part)
-
     def _tell_end(self, fetch: Fetch, end: End, load: Load | None) -> None:
         try:
             fetch.told.ended(end, load)
@@ -385,21 +341,3 @@ class Connection:
             logger.exception("The end of a fetch from %s cannot be used", self.address)
         finally:
             fetch.done.set()
-
-
-def _dial(address: PeerAddress, deadline: float) -> socket.socket:
-    left_s = max(0.001, deadline - time.monotonic())
-    try:
-        sock = socket.create_connection((address.host, address.port), left_s)
-    except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
-        raise PeerLostError(f"{address} cannot be reached: {error}") from error
-    try:
-        tune(sock, address.dscp)
-        if address.tls is None:
-            return sock
-        return address.tls.wrap_socket(
-            sock, server_hostname=address.host, do_handshake_on_connect=False
-        )
-    except BaseException:
-        sock.close()
-        raise

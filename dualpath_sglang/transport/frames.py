@@ -6,25 +6,27 @@ Every frame begins with 24 bytes, integers in network order:
 |---|---|---|
 | 0 | magic, ``DF`` | |
 | 2 | kind (u8), and a zero byte | |
-| 4 | request (u32) | the client's number of a fetch |
+| 4 | request (u32) | the client's number of a fetch, or of a PING |
 | 8 | layer (u32) | the first, of DATA; how it ended, of END |
 | 12 | block (u32) | number of the first, of DATA |
-| 16 | length (u32) | of the body that follows |
+| 16 | length (u32) | of all that follows |
 | 20 | crc32 of bytes 0..19 | |
 
-| kind | from | body |
+| kind | from | what follows |
 |---|---|---|
 | FETCH | client | geometry id (16), timeout in ms (u32), first and end layer (u16), keys (32) |
 | CANCEL | client | |
-| DATA | server | blocks and layers (u32 each), crc32 of both and of the checksums (u32), xxh3-64
-  of each Layer Block, payload: block by block, and in each layer by layer |
+| PING | client | |
+| DATA | server | blocks and layers (u32 each), xxh3-64 of each Layer Block |
 | MISSING | server | block numbers (u32 each) |
-| END | server | bytes and tokens that are to be read from storage (u64 each) |
+| END, LOAD | server | bytes and tokens that are to be read from storage (u64 each) |
 
-All bodies but that of DATA end with their crc32, and are bounded before they are read. A frame that
-does not check ends the connection: after it nobody knows where the next one begins. Payload is
-checked block by block, so that a flipped bit in it costs one block. That a piece is of the block
-that it says is the word of the peer, which has proved that it knows the secret.
+Then comes the frame's seal, over all before it: a crc32, or a MAC where there is a secret
+(:mod:`.seal`). In a DATA frame the payload comes last: block by block, and in each layer by layer.
+
+All is bounded before it is read. A frame that does not check ends the connection: after it nobody
+knows where the next one begins. Payload is checked by Layer Block, so that a flipped bit in it
+costs one block. That a piece is of the block that it says is the word of the peer.
 """
 
 from __future__ import annotations
@@ -43,19 +45,18 @@ from dualpath_sglang.transport.base import (
     PeerLostError,
     Span,
 )
+from dualpath_sglang.transport.seal import CRC_BYTES, MAC_BYTES
 
 MAGIC = b"DF"
 HEAD = struct.Struct("!2sBxIIIII")
 HEAD_BYTES = HEAD.size
 MAX_DATA_BYTES = 64 << 20
 """Payload of one DATA frame; a Layer Block may be as large."""
-DATA_HEAD = struct.Struct("!III")
-_DATA_SHAPE = struct.Struct("!II")
+DATA_HEAD = struct.Struct("!II")
 MAX_LAYER_BLOCKS = 1 << 16
 """Of one DATA frame."""
 _FETCH = struct.Struct("!16sIHH")
 _LOAD = struct.Struct("!QQ")
-_CRC_BYTES = 4
 
 
 class Kind(enum.IntEnum):
@@ -66,14 +67,19 @@ class Kind(enum.IntEnum):
     DATA = 3
     MISSING = 4
     END = 5
+    PING = 6
+    LOAD = 7
 
 
+_KINDS = {kind.value: kind for kind in Kind}
 _LONGEST = {
-    Kind.FETCH: _FETCH.size + 32 * MAX_BLOCKS + _CRC_BYTES,
-    Kind.CANCEL: 0,
-    Kind.DATA: MAX_DATA_BYTES + DATA_HEAD.size + 8 * MAX_LAYER_BLOCKS,
-    Kind.MISSING: 4 * MAX_BLOCKS + _CRC_BYTES,
-    Kind.END: _LOAD.size + _CRC_BYTES,
+    Kind.FETCH: _FETCH.size + 32 * MAX_BLOCKS + MAC_BYTES,
+    Kind.CANCEL: MAC_BYTES,
+    Kind.DATA: DATA_HEAD.size + 8 * MAX_LAYER_BLOCKS + MAC_BYTES + MAX_DATA_BYTES,
+    Kind.MISSING: 4 * MAX_BLOCKS + MAC_BYTES,
+    Kind.END: _LOAD.size + MAC_BYTES,
+    Kind.PING: MAC_BYTES,
+    Kind.LOAD: _LOAD.size + MAC_BYTES,
 }
 
 
@@ -103,36 +109,25 @@ class Head:
         magic, kind, request, layer, block, length, crc = HEAD.unpack(data)
         if magic != MAGIC or crc != zlib.crc32(data[:-4]):
             raise PeerLostError("what came is no frame")
-        if kind not in Kind.__members__.values() or length > _LONGEST[Kind(kind)]:
+        known = _KINDS.get(kind)
+        if known is None or length > _LONGEST[known]:
             raise PeerLostError("a frame came that is not of this protocol")
-        return cls(Kind(kind), request, layer, block, length)
-
-
-def _sealed(body: bytes) -> bytes:
-    return body + zlib.crc32(body).to_bytes(_CRC_BYTES, "big")
-
-
-def _opened(body: bytes) -> bytes:
-    content, crc = body[:-_CRC_BYTES], body[-_CRC_BYTES:]
-    if zlib.crc32(content).to_bytes(_CRC_BYTES, "big") != crc:
-        raise PeerLostError("a frame came that is damaged")
-    return content
+        return cls(known, request, layer, block, length)
 
 
 def fetch_body(request: FetchRequest) -> bytes:
-    """The body of a FETCH."""
+    """What a FETCH says."""
     timeout_ms = max(1, min(round(1000 * request.timeout_s), 0xFFFFFFFF))
     fixed = _FETCH.pack(request.geometry_id, timeout_ms, request.first_layer, request.end_layer)
-    return _sealed(fixed + b"".join(request.keys))
+    return fixed + b"".join(request.keys)
 
 
-def parse_fetch(body: bytes) -> FetchRequest:
-    """The request in the body of a FETCH.
+def parse_fetch(content: bytes) -> FetchRequest:
+    """The request of a FETCH.
 
     Raises:
         PeerLostError: it is malformed.
     """
-    content = _opened(body)
     try:
         geometry_id, timeout_ms, first, end = _FETCH.unpack_from(content)
         packed = content[_FETCH.size :]
@@ -143,51 +138,43 @@ def parse_fetch(body: bytes) -> FetchRequest:
 
 
 def data_front(span: Span, checksums: Sequence[int]) -> bytes:
-    """What comes before the payload of a DATA frame."""
+    """What a DATA frame says of its payload."""
     packed = struct.pack(f"!{len(checksums)}Q", *checksums)
-    shape = _DATA_SHAPE.pack(span.count, span.layers)
-    return DATA_HEAD.pack(span.count, span.layers, zlib.crc32(packed, zlib.crc32(shape))) + packed
+    return DATA_HEAD.pack(span.count, span.layers) + packed
 
 
-def data_span(head: Head, fixed: bytes | memoryview, layer_bytes: int) -> Span:
-    """What is in a DATA frame, from the first bytes of its body.
+def data_span(
+    head: Head, fixed: bytes | memoryview, layer_bytes: int, seal_bytes: int = CRC_BYTES
+) -> Span:
+    """What is in a DATA frame, from the first bytes after its head.
 
     Raises:
         PeerLostError: its length says otherwise.
     """
-    count, layers, _ = DATA_HEAD.unpack(fixed)
+    count, layers = DATA_HEAD.unpack(fixed)
     blocks = count * layers
-    if not 1 <= blocks <= MAX_LAYER_BLOCKS or head.length != DATA_HEAD.size + blocks * (
-        8 + layer_bytes
-    ):
+    length = DATA_HEAD.size + blocks * (8 + layer_bytes) + seal_bytes
+    if not 1 <= blocks <= MAX_LAYER_BLOCKS or head.length != length:
         raise PeerLostError("a piece came that is not as long as it says")
     return Span(head.layer, head.layer + layers, head.block, count)
 
 
-def parse_checksums(fixed: bytes | memoryview, packed: bytes | memoryview) -> tuple[int, ...]:
-    """The checksums of a DATA frame.
-
-    Raises:
-        PeerLostError: they, or the shape of the piece, were damaged on the way.
-    """
-    count, layers, crc = DATA_HEAD.unpack(fixed)
-    if zlib.crc32(packed, zlib.crc32(_DATA_SHAPE.pack(count, layers))) != crc:
-        raise PeerLostError("checksums came that are damaged")
+def parse_checksums(packed: bytes | memoryview) -> tuple[int, ...]:
+    """The checksums of a DATA frame; whole ones."""
     return struct.unpack(f"!{len(packed) // 8}Q", packed)
 
 
 def missing_body(blocks: Sequence[int]) -> bytes:
-    """The body of a MISSING."""
-    return _sealed(struct.pack(f"!{len(blocks)}I", *blocks))
+    """What a MISSING says."""
+    return struct.pack(f"!{len(blocks)}I", *blocks)
 
 
-def parse_missing(body: bytes, blocks: int) -> tuple[int, ...]:
-    """Block numbers in the body of a MISSING, all below ``blocks``.
+def parse_missing(content: bytes, blocks: int) -> tuple[int, ...]:
+    """Block numbers of a MISSING, all below ``blocks``.
 
     Raises:
         PeerLostError: it is malformed.
     """
-    content = _opened(body)
     if len(content) % 4:
         raise PeerLostError("a list of blocks came that is cut short")
     numbers = struct.unpack(f"!{len(content) // 4}I", content)
@@ -196,22 +183,32 @@ def parse_missing(body: bytes, blocks: int) -> tuple[int, ...]:
     return numbers
 
 
-def end_body(load: Load) -> bytes:
-    """The body of an END."""
-    return _sealed(_LOAD.pack(load.bytes, load.tokens))
+def load_body(load: Load) -> bytes:
+    """What an END or a LOAD says."""
+    return _LOAD.pack(load.bytes, load.tokens)
 
 
-def parse_end(head: Head, body: bytes) -> tuple[End, Load]:
-    """How a fetch ended, and the peer's read queue.
+def parse_load(content: bytes) -> Load:
+    """The peer's read queue.
 
     Raises:
         PeerLostError: it is malformed.
     """
-    content = _opened(body)
+    if len(content) != _LOAD.size:
+        raise PeerLostError("a read queue came that is malformed")
+    return Load(*_LOAD.unpack(content))
+
+
+def parse_end(head: Head) -> End:
+    """How a fetch ended.
+
+    Raises:
+        PeerLostError: in no way that can be sent.
+    """
     try:
         end = End(head.layer)
-        if end is End.LOST:
-            raise ValueError("that cannot be sent")
-        return end, Load(*_LOAD.unpack(content))
-    except (struct.error, ValueError) as error:
-        raise PeerLostError(f"an end came that is malformed: {error}") from error
+    except ValueError:
+        end = End.LOST
+    if end is End.LOST:
+        raise PeerLostError("an end came that is none")
+    return end

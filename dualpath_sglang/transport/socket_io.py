@@ -12,19 +12,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 from dualpath_sglang.transport.base import PeerLostError
+from dualpath_sglang.transport.turns import URGENT, Turns
 
 _MOST_BUFFERS = 512
 """The kernel takes 1024 a call."""
-_BUFFER_BYTES = 4 << 20
+_UNSENT_BYTES = 1 << 20
+"""Most that the kernel holds and has not sent: what comes next waits for no more."""
+_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 _STALL_S = 10.0
 """A peer that takes nothing for so long in the middle of a frame is given up."""
 
 
 def tune(sock: socket.socket, dscp: int = 0) -> None:
     """No delay, dead peers noticed, and the traffic class of KV.
+
+    Buffers are left to the kernel, which finds out what the path needs; but of what could not be
+    sent yet it takes little, so that on a slow path short frames do not wait behind megabytes.
 
     Args:
         dscp: differentiated services code point, 0 to 63.
@@ -38,8 +44,8 @@ def tune(sock: socket.socket, dscp: int = 0) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
         sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    for size in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        sock.setsockopt(socket.SOL_SOCKET, size, _BUFFER_BYTES)
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT_BYTES)
     if dscp:
         _mark(sock, dscp)
 
@@ -71,7 +77,8 @@ class SocketIo:
         self._scatter = not isinstance(sock, ssl.SSLSocket)
         # OpenSSL allows one call at a time on a connection.
         self._turn = threading.Lock() if isinstance(sock, ssl.SSLSocket) else nullcontext()
-        self._sending = threading.Lock()
+        self._turns = Turns()
+        self._silent_since: float | None = None
 
     def agree_on_tls(self, deadline: float) -> None:
         """The handshake of a TLS socket; nothing for a plain one."""
@@ -87,13 +94,27 @@ class SocketIo:
             except (OSError, ValueError) as error:
                 raise PeerLostError(f"TLS is not agreed on: {error}") from error
 
+    def silent(self, since: float) -> bool:
+        """Whether it is waited for the peer, and since then nothing at all has come."""
+        waiting_since = self._silent_since
+        if waiting_since is None or waiting_since > since:
+            return False
+        try:
+            return not self._poll(select.POLLIN, 0.0)
+        except PeerLostError:
+            return True
+
+    def turn(self, late: int, deadline: float) -> AbstractContextManager[None]:
+        """See :meth:`dualpath_sglang.transport.turns.Turns.turn`."""
+        return self._turns.turn(late, deadline)
+
     def readable(self, deadline: float) -> bool:
         """Whether something comes, or the end, by then."""
         if isinstance(self._sock, ssl.SSLSocket):
             with self._turn:
                 if self._sock.pending():
                     return True
-        return self._poll(select.POLLIN, deadline)
+        return self._poll_for_more(deadline)
 
     def receive_into(self, view: memoryview, deadline: float) -> None:
         """Fill a buffer."""
@@ -103,7 +124,7 @@ class SocketIo:
                 with self._turn:
                     count = self._sock.recv_into(view[done:])
             except (BlockingIOError, ssl.SSLWantReadError):
-                self._wait(select.POLLIN, deadline)
+                self._more(deadline)
             except ssl.SSLWantWriteError:
                 self._wait(select.POLLOUT, deadline)
             except (OSError, ValueError) as error:
@@ -111,6 +132,7 @@ class SocketIo:
             else:
                 if count == 0:
                     raise PeerLostError("the peer closed the connection")
+                self._silent_since = None
                 done += count
 
     def receive_into_all(self, views: Sequence[memoryview], deadline: float) -> None:
@@ -125,12 +147,13 @@ class SocketIo:
             try:
                 count = self._sock.recvmsg_into(some)[0]
             except BlockingIOError:
-                self._wait(select.POLLIN, deadline)
+                self._more(deadline)
                 continue
             except (OSError, ValueError) as error:
                 raise PeerLostError(f"the connection broke: {error}") from error
             if count == 0:
                 raise PeerLostError("the peer closed the connection")
+            self._silent_since = None
             while left and count >= len(left[0]):
                 count -= len(left.popleft())
             if count:
@@ -143,20 +166,17 @@ class SocketIo:
         return bytes(data)
 
     def send(self, buffers: Sequence[bytes | memoryview], begin_by: float) -> None:
-        """All of these, in order.
+        """All of these, in order, before all pieces; see :meth:`send_now`."""
+        with self.turn(URGENT, begin_by):
+            self.send_now(buffers, begin_by)
+
+    def send_now(self, buffers: Sequence[bytes | memoryview], begin_by: float) -> None:
+        """All of these, in order, by whoever has the turn.
 
         Raises:
             TimeoutError: nothing of it could be sent by then; the connection is as it was.
             PeerLostError: also when the peer, in the middle of it, takes nothing for a while.
         """
-        if not self._sending.acquire(timeout=max(0.0, begin_by - time.monotonic())):
-            raise TimeoutError
-        try:
-            self._send(buffers, begin_by)
-        finally:
-            self._sending.release()
-
-    def _send(self, buffers: Sequence[bytes | memoryview], begin_by: float) -> None:
         left = [memoryview(buffer) for buffer in buffers if len(buffer)]
         begun = False
         while left:
@@ -183,6 +203,15 @@ class SocketIo:
             if count:
                 left[0] = left[0][count:]
 
+    def _more(self, deadline: float) -> None:
+        if not self._poll_for_more(deadline):
+            raise PeerLostError("the peer did not answer in time")
+
+    def _poll_for_more(self, deadline: float) -> bool:
+        if self._silent_since is None:
+            self._silent_since = time.monotonic()
+        return self._poll(select.POLLIN, deadline)
+
     def _wait(self, event: int, deadline: float) -> None:
         if not self._poll(event, deadline):
             raise PeerLostError("the peer did not answer in time")
@@ -204,7 +233,7 @@ class SocketIo:
         """Release it; nobody may receive from it any more."""
         self.shut()
         # A sender must not meet another file under the number of this one.
-        with self._sending:
+        with self.turn(URGENT, math.inf):
             self._sock.close()
 
 

@@ -15,7 +15,7 @@ import xxhash
 from dualpath_sglang.transport import frames
 from dualpath_sglang.transport.base import End, FetchRequest, Load, PeerLostError, Span
 from dualpath_sglang.transport.client import Connection, Fetch, PeerAddress
-from dualpath_sglang.transport.frames import Head, Kind
+from dualpath_sglang.transport.frames import Kind
 from dualpath_sglang.transport.server import Server, ServerOptions
 from dualpath_sglang.transport.socket_io import SocketIo
 from tests.support.certificates import authority, certificate
@@ -30,7 +30,7 @@ from tests.transport.peers import (
     place_for,
     request_of,
 )
-from tests.transport.raw import RawClient, RawPeer
+from tests.transport.raw import RawClient, RawPeer, end, frame, piece
 from tests.transport.test_tcp import held, wait_until
 
 SOON_S = 10.0
@@ -50,19 +50,16 @@ class Peer:
 
     def data(self, layer: int, block: int, data: bytes | None = None) -> None:
         data = layer_block(self.fetched.request.keys[block], layer) if data is None else data
-        front = frames.data_front(Span(0, 1, 0, 1), [xxhash.xxh3_64_intdigest(data)])
-        head = Head(Kind.DATA, self.fetch.number, layer, block, len(front) + len(data))
-        self.raw.sock.sendall(head.pack() + front + data)
+        checksum = xxhash.xxh3_64_intdigest(data)
+        number = self.fetch.number
+        self.raw.sock.sendall(piece(self.raw.seal, number, layer, block, data, checksum))
 
     def missing(self, *blocks: int) -> None:
-        body = frames.missing_body(blocks)
-        head = Head(Kind.MISSING, self.fetch.number, length=len(body))
-        self.raw.sock.sendall(head.pack() + body)
+        content = frames.missing_body(blocks)
+        self.raw.sock.sendall(frame(self.raw.seal, Kind.MISSING, self.fetch.number, content))
 
-    def end(self, number: int | None = None) -> None:
-        body = frames.end_body(Load())
-        head = Head(Kind.END, self.fetch.number if number is None else number, length=len(body))
-        self.raw.sock.sendall(head.pack() + body)
+    def end(self) -> None:
+        self.raw.sock.sendall(end(self.raw.seal, self.fetch.number))
 
 
 @pytest.fixture
@@ -138,14 +135,13 @@ def test_whoever_cancels_second_waits_too(raw: RawPeer, monkeypatch: pytest.Monk
     monkeypatch.setattr("dualpath_sglang.transport.client._GRACE_S", 2.0)
     peer = Peer(raw)
     data = layer_block(peer.fetched.request.keys[0], 0)
-    front = frames.data_front(Span(0, 1, 0, 1), [xxhash.xxh3_64_intdigest(data)])
-    head = Head(Kind.DATA, peer.fetch.number, 0, 0, len(front) + len(data))
-    raw.sock.sendall(head.pack() + front + data[:100])
+    whole = piece(raw.seal, peer.fetch.number, 0, 0, data, xxhash.xxh3_64_intdigest(data))
+    raw.sock.sendall(whole[: 100 - LAYER_BYTES])
     wait_until(lambda: peer.connection._receiving)
     first = threading.Thread(target=peer.connection.cancel, args=(peer.fetch,))
     first.start()
     wait_until(lambda: peer.fetch.number in peer.connection._gone)
-    threading.Timer(0.3, raw.sock.sendall, (data[100:],)).start()
+    threading.Timer(0.3, raw.sock.sendall, (whole[100 - LAYER_BYTES :],)).start()
     peer.connection.cancel(peer.fetch)
     before = bytes(peer.fetched.destination.memory)
     first.join()
@@ -235,22 +231,16 @@ def test_one_fetchs_deadline_on_a_slow_link_ends_no_other() -> None:
     source = Blocks(size=1 << 18)
     server = Server(source)
     try:
-        with RawClient(server) as raw:
-            raw.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        with RawClient(server, receive_bytes=1 << 16) as raw:
             raw.fetch(1, FetchRequest(GEOMETRY_ID, keys(40), 0, LAYERS, 60.0))
             raw.fetch(2, FetchRequest(GEOMETRY_ID, keys(400), 0, LAYERS, 0.3))
             raw.sock.settimeout(SOON_S)
-            left, ends = b"", {}
-            while 1 not in ends:
-                left += raw.sock.recv(1 << 18)
-                while len(left) >= frames.HEAD_BYTES:
-                    head = Head.unpack(left[: frames.HEAD_BYTES])
-                    if len(left) < frames.HEAD_BYTES + head.length:
-                        break
-                    left = left[frames.HEAD_BYTES + head.length :]
-                    if head.kind is Kind.END:
-                        ends[head.request] = End(head.layer)
-                time.sleep(0.002)
+            ends = {}
+            for head in raw.heads(pause_s=0.002):
+                if head.kind is Kind.END:
+                    ends[head.request] = End(head.layer)
+                if 1 in ends:
+                    break
         assert ends == {2: End.TIMEOUT, 1: End.OK}
     finally:
         server.close()
@@ -259,7 +249,7 @@ def test_one_fetchs_deadline_on_a_slow_link_ends_no_other() -> None:
 def test_a_client_that_never_reads_makes_no_more_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dualpath_sglang.transport.server._END_S", 0.5)
+    monkeypatch.setattr("dualpath_sglang.transport.peer._END_S", 0.5)
     server = Server(Blocks(size=1 << 20), ServerOptions(most_fetches=4))
     before = threading.active_count()
     try:
@@ -284,7 +274,7 @@ def test_a_server_closes_though_a_tls_handshake_is_under_way(tmp_path: Path, sil
     with socket.create_connection(("127.0.0.1", server.port)) as sock:
         if not silent:
             sock.sendall(b"\x16\x03\x01")  # the beginning of a hello
-        wait_until(server._clients)
+        wait_until(server._all)
         time.sleep(0.1)
         began = time.monotonic()
         server.close()

@@ -22,18 +22,20 @@ from dualpath_sglang.transport import frames
 from dualpath_sglang.transport.base import End, FetchRequest, Load, PeerLostError, Span
 from dualpath_sglang.transport.client import Connection, PeerAddress
 from dualpath_sglang.transport.frames import Head, Kind
-from dualpath_sglang.transport.server import Server
+from dualpath_sglang.transport.seal import Seal
+from dualpath_sglang.transport.server import Server, ServerOptions
 from tests.transport.peers import (
     GEOMETRY_ID,
     LAYER_BYTES,
     LAYERS,
+    SECRET,
     Blocks,
     keys,
     layer_block,
     place_for,
     request_of,
 )
-from tests.transport.raw import RawClient, RawPeer
+from tests.transport.raw import RawClient, RawPeer, frame, piece
 
 SOON_S = 20.0
 MOST_GROWTH_BYTES = 64 << 20
@@ -79,34 +81,53 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
     return bytes(hurt)
 
 
-def sealed(kind: Kind, number: int, rng: random.Random, body: bytes) -> bytes:
-    """A frame whose head is right, whatever its fields are."""
+def sealed(seal: Seal, kind: Kind, number: int, rng: random.Random, content: bytes) -> bytes:
+    """A frame whose head and seal are right, whatever its fields are."""
     layer = rng.choice([0, 1, LAYERS - 1, LAYERS, 500, 0xFFFFFFFF])
     block = rng.choice([0, 1, 7, 1 << 16, 0xFFFFFFFF])
-    length = rng.choice([len(body)] * 6 + [0, len(body) + 1, 1 << 20, 0xFFFFFFFF])
-    return Head(kind, number, layer, block, length).pack() + body
+    whole = len(content) + seal.size
+    length = rng.choice([whole] * 6 + [0, seal.size, whole + 1, 1 << 20, 0xFFFFFFFF])
+    front = Head(kind, number, layer, block, length).pack() + content
+    framed = front + seal.over(front)
+    seal.passed()
+    return framed
 
 
 # -- what takes frames apart ------------------------------------------------------------------
 
 
-def take_apart(cases: int, rng: random.Random) -> None:
+def seal(key: bytes, content: bytes) -> bytes:
+    return content + Seal(key).over(content)
+
+
+def opened(key: bytes, data: bytes) -> bytes:
+    taker = Seal(key)
+    content = data[: -taker.size]
+    digest = taker.begin()
+    digest.update(content)
+    taker.check(digest, data[-taker.size :])
+    return content
+
+
+def take_apart(cases: int, rng: random.Random, key: bytes = b"") -> None:
     """Every parser, on what is nearly right: a value of ours, or the one error that is meant."""
     request = FetchRequest(GEOMETRY_ID, keys(3), 0, LAYERS, 1.0)
-    fetch, end = frames.fetch_body(request), frames.end_body(Load(1, 2))
+    fetch, load = frames.fetch_body(request), frames.load_body(Load(1, 2))
     missing, front = frames.missing_body([1, 2]), frames.data_front(Span(2, 3, 3, 3), [1, 2, 3])
     head = Head(Kind.DATA, 1, 2, 3, len(front) + 3 * LAYER_BYTES).pack()
     parsers: list[Callable[[bytes], object]] = [
         lambda data: Head.unpack(data.ljust(frames.HEAD_BYTES)[: frames.HEAD_BYTES]),
         frames.parse_fetch,
         lambda data: frames.parse_missing(data, 3),
-        lambda data: frames.parse_end(Head(Kind.END, 1, rng.randrange(9)), data),
-        lambda data: frames.parse_checksums(data[:12].ljust(12), data[12:]),
+        frames.parse_load,
         lambda data: frames.data_span(
-            Head(Kind.DATA, 1, 0, 0, rng.randrange(1 << 20)), data[:12].ljust(12), LAYER_BYTES
+            Head(Kind.DATA, 1, 0, 0, rng.choice([3 * LAYER_BYTES + 36, rng.randrange(1 << 20)])),
+            data[:8].ljust(8),
+            LAYER_BYTES,
         ),
+        lambda data: opened(key, data),
     ]
-    good = [head, fetch, missing, end, front, front]
+    good = [head, fetch, missing, load, front, seal(key, fetch)]
     right = wrong = 0
     for _ in range(cases):
         which = rng.randrange(len(parsers))
@@ -117,8 +138,8 @@ def take_apart(cases: int, rng: random.Random) -> None:
             wrong += 1
             continue
         right += 1
-        if which == 1:
-            assert value == request, "a damaged request is none"
+        if which == 5:
+            assert value == fetch, "a damaged request is none"
     print(f"{right} taken, {wrong} refused")
     assert right > cases // 50
     assert wrong > cases // 4
@@ -127,18 +148,19 @@ def take_apart(cases: int, rng: random.Random) -> None:
 # -- a server that is sent nonsense -----------------------------------------------------------
 
 
-def to_a_server(cases: int, rng: random.Random) -> None:
+def to_a_server(cases: int, rng: random.Random, secret: bytes = b"") -> None:
     source = Blocks(run=2)
-    server = Server(source)
+    server = Server(source, ServerOptions(secret=secret))
     before, threads = resident_bytes(), threading.active_count()
     try:
-        address = PeerAddress("127.0.0.1", server.port)
+        address = PeerAddress("127.0.0.1", server.port, secret)
         honest = Connection(address, time.monotonic() + SOON_S)
         for case in range(cases):
-            with RawClient(server) as raw:
+            with RawClient(server, secret=secret) as raw:
                 raw.sock.settimeout(SOON_S)
+                sent = [to_server(raw.seals.sent, rng) for _ in range(rng.randrange(1, 4))]
                 with contextlib.suppress(OSError):
-                    raw.sock.sendall(b"".join(to_server(rng) for _ in range(rng.randrange(1, 4))))
+                    raw.sock.sendall(b"".join(sent))
                     if rng.random() < 0.5:
                         raw.sock.shutdown(socket.SHUT_WR)
                         while raw.sock.recv(1 << 16):
@@ -151,7 +173,7 @@ def to_a_server(cases: int, rng: random.Random) -> None:
                 assert not fetched.wrong()
         honest.close()
         end = time.monotonic() + SOON_S
-        while server._clients():
+        while server._all():
             assert time.monotonic() < end, "a connection hangs"
             time.sleep(0.02)
         assert threading.active_count() <= threads + 1
@@ -160,36 +182,36 @@ def to_a_server(cases: int, rng: random.Random) -> None:
         server.close()
 
 
-def to_server(rng: random.Random) -> bytes:
+def to_server(seal: Seal, rng: random.Random) -> bytes:
     number = rng.choice([0, 1, 2, 0xFFFFFFFF])
     names = keys(rng.randrange(1, 6), rng.random())
-    body = frames.fetch_body(FetchRequest(GEOMETRY_ID, names, 0, rng.randrange(1, LAYERS), 5.0))
-    good = Head(Kind.FETCH, number, length=len(body)).pack() + body
+    content = frames.fetch_body(FetchRequest(GEOMETRY_ID, names, 0, rng.randrange(1, LAYERS), 5.0))
     what = rng.random()
     if what < 0.4:
-        return mutated(good, rng)
+        return mutated(frame(seal, Kind.FETCH, number, content), rng)
     if what < 0.6:
-        return Head(Kind.FETCH, number, length=len(body)).pack() + mutated(body, rng)
+        return sealed(seal, Kind.FETCH, number, rng, mutated(content, rng))
     if what < 0.9:
         kind = rng.choice(list(Kind))
-        return sealed(kind, number, rng, b"" if kind is Kind.CANCEL else mutated(body, rng))
+        empty = kind in (Kind.CANCEL, Kind.PING) and rng.random() < 0.8
+        return sealed(seal, kind, number, rng, b"" if empty else mutated(content, rng))
     return rng.randbytes(rng.randrange(1, 200))
 
 
 # -- a client that is answered nonsense -------------------------------------------------------
 
 
-def to_a_client(cases: int, rng: random.Random) -> None:
+def to_a_client(cases: int, rng: random.Random, secret: bytes = b"") -> None:
     before, threads = resident_bytes(), threading.active_count()
     for _ in range(cases):
-        with RawPeer() as peer:
-            connection = peer.connected()
+        with RawPeer(secret) as peer:
+            connection = peer.connected(secret)
             peer.sock.settimeout(SOON_S)
             fetched = place_for(request_of(keys(4, rng.random())), guard=GUARD)
             fetch = connection.fetch(fetched.request, fetched.destination, fetched)
             with contextlib.suppress(OSError):
                 for _ in range(rng.randrange(1, 6)):
-                    peer.sock.sendall(to_client(fetch.number, fetched.request, rng))
+                    peer.sock.sendall(to_client(peer.seal, fetch.number, fetched.request, rng))
                 if rng.random() < 0.7:
                     peer.sock.shutdown(socket.SHUT_WR)
             if not fetch.wait(0.05):
@@ -212,46 +234,54 @@ GUARD = 1 << 16
 LIE = xxhash.xxh3_64_intdigest(bytes(LAYER_BYTES))
 
 
-def to_client(number: int, request: FetchRequest, rng: random.Random) -> bytes:
+def to_client(seal: Seal, number: int, request: FetchRequest, rng: random.Random) -> bytes:
     layer, block = rng.randrange(LAYERS), rng.randrange(len(request.keys))
     data = layer_block(request.keys[block], layer)
-    front = frames.data_front(Span(0, 1, 0, 1), [xxhash.xxh3_64_intdigest(data)])
-    piece = Head(Kind.DATA, number, layer, block, len(front) + len(data)).pack() + front + data
+    checksum = xxhash.xxh3_64_intdigest(data)
     what = rng.random()
     if what < 0.3:
-        return mutated(piece, rng)
+        return mutated(piece(seal, number, layer, block, data, checksum), rng)
     if what < 0.5:
-        return piece
+        return piece(seal, number, layer, block, data, checksum)
     if what < 0.6:
-        lie = frames.data_front(Span(0, 1, 0, 1), [LIE])
-        head = Head(Kind.DATA, number, layer, block, len(lie) + LAYER_BYTES)
-        return head.pack() + lie + bytes(LAYER_BYTES)
+        return piece(seal, number, layer, block, bytes(LAYER_BYTES), LIE)
     if what < 0.9:
-        kind = rng.choice([Kind.DATA, Kind.MISSING, Kind.END, Kind.FETCH, Kind.CANCEL])
-        bodies = {
-            Kind.DATA: frames.data_front(Span(0, 1, 0, 1), [LIE]) + bytes(LAYER_BYTES),
+        kind = rng.choice(list(Kind))
+        contents = {
+            Kind.DATA: frames.data_front(Span(0, 1, 0, 1), [LIE]),
             Kind.MISSING: frames.missing_body([0, block]),
-            Kind.END: frames.end_body(Load(3, 4)),
+            Kind.END: frames.load_body(Load(3, 4)),
+            Kind.LOAD: frames.load_body(Load(3, 4)),
         }
-        return sealed(kind, rng.choice([number, number, 0, 77]), rng, bodies.get(kind, b""))
+        framed = sealed(
+            seal, kind, rng.choice([number, number, 0, 77]), rng, contents.get(kind, b"")
+        )
+        return framed + (bytes(LAYER_BYTES) if kind is Kind.DATA else b"")
     return rng.randbytes(rng.randrange(1, 200))
 
 
-def test_parsers(rng: random.Random) -> None:
-    take_apart(3000, rng)
+both = pytest.mark.parametrize("secret", [b"", SECRET], ids=["crc", "mac"])
 
 
-def test_a_server(rng: random.Random) -> None:
-    to_a_server(150, rng)
+@both
+def test_parsers(rng: random.Random, secret: bytes) -> None:
+    take_apart(3000, rng, secret)
 
 
-def test_a_client(rng: random.Random) -> None:
-    to_a_client(100, rng)
+@both
+def test_a_server(rng: random.Random, secret: bytes) -> None:
+    to_a_server(150, rng, secret)
+
+
+@both
+def test_a_client(rng: random.Random, secret: bytes) -> None:
+    to_a_client(100, rng, secret)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_hundred_thousand_cases(rng: random.Random) -> None:
-    take_apart(100_000, rng)
-    to_a_server(10_000, rng)
-    to_a_client(5_000, rng)
+@both
+def test_a_hundred_thousand_cases(rng: random.Random, secret: bytes) -> None:
+    take_apart(100_000, rng, secret)
+    to_a_server(10_000, rng, secret)
+    to_a_client(5_000, rng, secret)

@@ -292,7 +292,7 @@ def test_a_client_that_goes_away_ends_its_answers(serve: Callable[..., Server]) 
     assert fetch.wait(SOON_S)
     assert fetched.ends == [End.LOST]
     assert source.closed.wait(SOON_S)
-    wait_until(lambda: not server._clients())
+    wait_until(lambda: not server._all())
 
 
 def test_a_client_that_does_not_read_is_given_up(
@@ -363,7 +363,10 @@ def test_others_are_refused_with_a_sentence_logged_once_and_counted(
 
 
 def test_a_server_that_only_pretends_to_know_the_secret_is_found_out() -> None:
-    with RawPeer(proof=bytes(32)) as peer, pytest.raises(RefusedError, match="does not know"):
+    with (
+        RawPeer(proof=bytes(32), claims=True) as peer,
+        pytest.raises(RefusedError, match="does not know"),
+    ):
         peer.connected(secret=SECRET)
 
 
