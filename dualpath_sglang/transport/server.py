@@ -121,7 +121,7 @@ class Server:
         """Take on nothing more and let what is under way end; whether it has."""
         self._draining.set()
         end = time.monotonic() + timeout_s
-        while any(peer.busy for peer in self._all()):
+        while any(peer.busy for peer in self._clients()):
             if time.monotonic() >= end:
                 return False
             time.sleep(0.02)
@@ -139,14 +139,14 @@ class Server:
         self._closed.set()
         self._thread.join()
         self._listener.close()
-        for peer in self._all():
+        for peer in self._clients():
             peer.shut()
         end = time.monotonic() + _CLOSE_S
-        for peer in self._all():
+        for peer in self._clients():
             if not peer.join(max(0.0, end - time.monotonic())):
                 logger.warning("What %s asked for does not end, and is left alone", peer.address)
 
-    def _all(self) -> list[Peer]:
+    def _clients(self) -> list[Peer]:
         with self._lock:
             return list(self._peers)
 

@@ -274,7 +274,7 @@ def test_a_server_closes_though_a_tls_handshake_is_under_way(tmp_path: Path, sil
     with socket.create_connection(("127.0.0.1", server.port)) as sock:
         if not silent:
             sock.sendall(b"\x16\x03\x01")  # the beginning of a hello
-        wait_until(server._all)
+        wait_until(server._clients)
         time.sleep(0.1)
         began = time.monotonic()
         server.close()

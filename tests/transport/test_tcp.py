@@ -292,7 +292,7 @@ def test_a_client_that_goes_away_ends_its_answers(serve: Callable[..., Server]) 
     assert fetch.wait(SOON_S)
     assert fetched.ends == [End.LOST]
     assert source.closed.wait(SOON_S)
-    wait_until(lambda: not server._all())
+    wait_until(lambda: not server._clients())
 
 
 def test_a_client_that_does_not_read_is_given_up(
