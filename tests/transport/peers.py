@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,11 +22,13 @@ from dualpath_sglang.transport.base import (
     Span,
     StridedDestination,
 )
+from dualpath_sglang.transport.client import Connection
 
 GEOMETRY_ID = b"g" * 16
 LAYERS, LAYER_BYTES = 5, 4096
 BLOCK_BYTES = LAYERS * LAYER_BYTES
 SECRET = b"a secret of the test"
+SOON_S = 20.0
 
 
 def key(*name: object) -> bytes:
@@ -169,3 +172,29 @@ def place_for(request: FetchRequest, *, by_layer: bool = True, guard: int = 0) -
     make = StridedDestination.of_layers if by_layer else StridedDestination.of_blocks
     destination = make(memory, LAYER_BYTES, blocks if by_layer else layers)
     return Fetched(request, replace(destination, offset=guard, first_layer=request.first_layer))
+
+
+def run(connection: Connection, fetched: Fetched) -> Fetched:
+    """A fetch, until it has ended."""
+    fetch = connection.fetch(fetched.request, fetched.destination, fetched)
+    assert fetch.wait(SOON_S)
+    return fetched
+
+
+def held(go: threading.Event) -> None:
+    go.wait(SOON_S)
+
+
+def wait_until(true: Callable[[], object]) -> None:
+    end = time.monotonic() + SOON_S
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def ends(call: Callable[[], object]) -> bool:
+    """Whether it does, rather than wait for ever."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(SOON_S)
+    return not thread.is_alive()

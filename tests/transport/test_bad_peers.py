@@ -23,23 +23,23 @@ from tests.transport.peers import (
     GEOMETRY_ID,
     LAYER_BYTES,
     LAYERS,
+    SOON_S,
     Blocks,
     Fetched,
+    held,
     keys,
     layer_block,
     place_for,
     request_of,
+    wait_until,
 )
 from tests.transport.raw import RawClient, RawPeer, end, frame, piece
-from tests.transport.test_tcp import held, wait_until
-
-SOON_S = 10.0
 
 
 class Peer:
     """A peer that sends what the test says, and a fetch that waits for it."""
 
-    def __init__(self, raw: RawPeer, timeout_s: float = SOON_S, blocks: int = 3) -> None:
+    def __init__(self, raw: RawPeer, timeout_s: float = 10.0, blocks: int = 3) -> None:
         self.raw = raw
         self.connection = raw.connected()
         self.fetched = place_for(request_of(keys(blocks), timeout_s=timeout_s))

@@ -29,6 +29,7 @@ from tests.transport.peers import (
     LAYER_BYTES,
     LAYERS,
     SECRET,
+    SOON_S,
     Blocks,
     keys,
     layer_block,
@@ -37,7 +38,6 @@ from tests.transport.peers import (
 )
 from tests.transport.raw import RawClient, RawPeer, frame, piece
 
-SOON_S = 20.0
 MOST_GROWTH_BYTES = 64 << 20
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,54 +24,24 @@ from dualpath_sglang.transport.base import (
     StridedDestination,
 )
 from dualpath_sglang.transport.client import Connection, PeerAddress
-from dualpath_sglang.transport.server import Server, ServerOptions
+from dualpath_sglang.transport.server import Server
 from tests.support.certificates import authority, certificate
 from tests.transport.peers import (
     GEOMETRY_ID,
     LAYER_BYTES,
     LAYERS,
     SECRET,
+    SOON_S,
     Blocks,
     Fetched,
+    held,
     keys,
     place_for,
     request_of,
+    run,
+    wait_until,
 )
 from tests.transport.raw import RawClient, RawPeer
-
-SOON_S = 10.0
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., Server]]:
-    """`serve(source, **options)`: a server, closed after the test."""
-    with contextlib.ExitStack() as stack:
-
-        def make(source: Blocks, **options: Any) -> Server:
-            server = Server(source, ServerOptions(**options))
-            stack.callback(server.close)
-            return server
-
-        yield make
-
-
-@pytest.fixture
-def connect() -> Iterator[Callable[..., Connection]]:
-    with contextlib.ExitStack() as stack:
-
-        def make(server: Server, **how: Any) -> Connection:
-            address = PeerAddress("127.0.0.1", server.port, **how)
-            connection = Connection(address, time.monotonic() + SOON_S)
-            stack.callback(connection.close)
-            return connection
-
-        yield make
-
-
-def run(connection: Connection, fetched: Fetched) -> Fetched:
-    fetch = connection.fetch(fetched.request, fetched.destination, fetched)
-    assert fetch.wait(SOON_S)
-    return fetched
 
 
 @pytest.mark.parametrize("by_layer", [True, False])
@@ -462,14 +431,3 @@ def test_a_request_that_makes_no_sense_cannot_be_made(
     FetchRequest(**right)
     with pytest.raises(ValueError, match=sentence):
         FetchRequest(**{**right, **changes})
-
-
-def held(go: threading.Event) -> None:
-    go.wait(SOON_S)
-
-
-def wait_until(true: Callable[[], object]) -> None:
-    end = time.monotonic() + SOON_S
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
