@@ -135,9 +135,14 @@ class Connection:
                 ask = self._ask = Ask(self._number, now, now + max(timeout_s, _DEAD_S))
         if new and not self._send(Kind.PING, ask.number):
             self._io.shut()  # its answer would be waited for
-        ask.done.wait(max(0.0, timeout_s))
-        self._give_up_if_dead()
-        return ask.load
+        end = time.monotonic() + timeout_s
+        while True:  # the thread that receives may be in the middle of a piece that does not come
+            now = time.monotonic()
+            if ask.done.wait(max(0.0, min(end - now, max(ask.dead_at - now, _LOOK_EVERY_S)))):
+                return ask.load
+            self._give_up_if_dead()
+            if time.monotonic() >= end:
+                return ask.load
 
     def _give_up_if_dead(self) -> None:
         with self._lock:

@@ -199,9 +199,9 @@ def test_each_address_is_named_once_and_few_are_remembered(
 def test_another_version_is_refused_with_both_versions(
     serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with RawPeer(version=77) as peer:
-        with pytest.raises(RefusedError, match=rf"version 77 .* version {VERSION}"):
-            peer.connected()
+    both = rf"version 77 .* version {VERSION}"
+    with RawPeer(version=77) as peer, pytest.raises(RefusedError, match=both):
+        peer.connected()
     server = serve(Blocks())
     with RawClient(server, version=77) as raw:
         assert raw.is_closed()

@@ -1,7 +1,8 @@
-"""Who sends next: nobody waits for another's many pieces, and nobody for ever. Counted in pieces."""
+"""Who sends next: nobody waits for another's many pieces, and nobody for ever."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -145,7 +146,7 @@ def test_two_fetches_of_a_connection_take_turns(serve: Callable[..., Server]) ->
     both = order[max(begun, 24) :]  # by then both wait for a slow reader, and not for their pieces
     assert len(both) > 20
     longest = most = 1
-    for one, next_one in zip(both, both[1:], strict=False):
+    for one, next_one in itertools.pairwise(both):
         longest = longest + 1 if one == next_one else 1
         most = max(most, longest)
     assert most <= 4, "".join(map(str, both))
