@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import xxhash
 from rich.console import Console
 from rich.table import Table
 
@@ -38,6 +37,7 @@ from dualpath_sglang.node.agent import Agent
 from dualpath_sglang.transport.base import End, FetchRequest, Load, Span, StridedDestination
 from dualpath_sglang.transport.client import Connection, PeerAddress
 from dualpath_sglang.transport.server import Server
+from dualpath_sglang.transport.verify import bad_layer_blocks
 from dualpath_storage import Geometry, StoreOptions, pieces_of
 
 LAYERS = 32
@@ -85,8 +85,8 @@ class Checked:
         self.end = End.LOST
 
     def landed(self, span: Span, checksums: Sequence[int]) -> None:
-        for view, checksum in zip(layer_blocks(self.destination, span), checksums, strict=True):
-            self.bad += xxhash.xxh3_64_intdigest(view) != checksum
+        views = self.destination.views(span)
+        self.bad += len(bad_layer_blocks(views, self.destination.layer_bytes, checksums))
 
     def missing(self, blocks: Sequence[int]) -> None:
         self.bad += len(blocks)
@@ -94,13 +94,6 @@ class Checked:
     def ended(self, end: End, load: Load | None) -> None:
         del load
         self.end = end
-
-
-def layer_blocks(destination: StridedDestination, span: Span) -> Iterator[memoryview]:
-    """Every Layer Block of a piece, in the order of its bytes."""
-    for view in destination.views(span):
-        size = destination.layer_bytes
-        yield from (view[at : at + size] for at in range(0, len(view), size))
 
 
 def blocks_of(layer_kib: int, count: int) -> Blocks:
@@ -140,7 +133,7 @@ def serve(root: Path, blocks: Blocks, pipe: Pipe) -> None:
                         for _ in range(blocks.size // _STEP_BYTES):
                             client.sendall(step)
                 elif asked == "forget":
-                    agent.blocks.clear()
+                    agent.blocks.forget()
                 pipe.send(time.process_time())
         server.close()
         agent.close()

@@ -56,6 +56,7 @@ class FetchRequest:
         keys: of the blocks, 32 bytes each.
         first_layer, end_layer: layers ``[first, end)``.
         timeout_s: after which the fetch is of no use any more.
+        cached_only: what is not wholly in the peer's memory is missing; nothing is read for it.
 
     Raises:
         ValueError: it asks for what no geometry has.
@@ -66,6 +67,7 @@ class FetchRequest:
     first_layer: int
     end_layer: int
     timeout_s: float
+    cached_only: bool = False
 
     def __post_init__(self) -> None:
         if len(self.geometry_id) != 16 or any(len(key) != 32 for key in self.keys):
@@ -234,11 +236,13 @@ class Piece:
     Args:
         checksums: xxh3-64 of each Layer Block, in the order of the bytes.
         buffers: the bytes.
+        offsets: where each buffer begins in the file that the source shares, if it shares one.
     """
 
     span: Span
     checksums: Sequence[int]
     buffers: Sequence[memoryview]
+    offsets: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

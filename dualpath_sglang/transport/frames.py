@@ -14,7 +14,8 @@ Every frame begins with 24 bytes, integers in network order:
 
 | kind | from | what follows |
 |---|---|---|
-| FETCH | client | geometry id (16), timeout in ms (u32), first and end layer (u16), keys (32) |
+| FETCH | client | geometry id (16), timeout in ms (u32), first and end layer (u16), keys (32);
+  the highest bit of the first layer: only what is in memory |
 | CANCEL | client | |
 | PING | client | |
 | DATA | server | blocks and layers (u32 each), xxh3-64 of each Layer Block |
@@ -57,6 +58,8 @@ MAX_LAYER_BLOCKS = 1 << 16
 """Of one DATA frame."""
 _FETCH = struct.Struct("!16sIHH")
 _LOAD = struct.Struct("!QQ")
+_CACHED_ONLY = 0x8000
+"""Beside the first layer: there are fewer layers than that."""
 
 
 class Kind(enum.IntEnum):
@@ -118,7 +121,8 @@ class Head:
 def fetch_body(request: FetchRequest) -> bytes:
     """What a FETCH says."""
     timeout_ms = max(1, min(round(1000 * request.timeout_s), 0xFFFFFFFF))
-    fixed = _FETCH.pack(request.geometry_id, timeout_ms, request.first_layer, request.end_layer)
+    first = request.first_layer | (_CACHED_ONLY if request.cached_only else 0)
+    fixed = _FETCH.pack(request.geometry_id, timeout_ms, first, request.end_layer)
     return fixed + b"".join(request.keys)
 
 
@@ -132,7 +136,8 @@ def parse_fetch(content: bytes) -> FetchRequest:
         geometry_id, timeout_ms, first, end = _FETCH.unpack_from(content)
         packed = content[_FETCH.size :]
         keys = [packed[at : at + 32] for at in range(0, len(packed), 32)]
-        return FetchRequest(geometry_id, keys, first, end, timeout_ms / 1000)
+        cached_only, first = bool(first & _CACHED_ONLY), first & ~_CACHED_ONLY
+        return FetchRequest(geometry_id, keys, first, end, timeout_ms / 1000, cached_only)
     except (struct.error, ValueError) as error:
         raise PeerLostError(f"a request came that cannot be one: {error}") from error
 

@@ -156,19 +156,19 @@ class RangeReader:
         """Bytes of the layers' I/O that arrived, gaps between blocks not counted."""
         base = run[0].placement.slot * self._geometry.slot_bytes
         if shape.header and shape.first:
-            if _read(file, [area[:HEADER_BYTES]], base) < HEADER_BYTES:
+            if read_vector(file, [area[:HEADER_BYTES]], base) < HEADER_BYTES:
                 return 0
-            got = _read(file, [area[HEADER_BYTES:]], base + shape.slot_offset)
+            got = read_vector(file, [area[HEADER_BYTES:]], base + shape.slot_offset)
             return HEADER_BYTES + got
         offset = base + shape.slot_offset
         gap = self._geometry.slot_bytes - shape.stride
         if gap == 0 or len(run) == 1:
-            return _read(file, [area], offset)
+            return read_vector(file, [area], offset)
         between = aligned(gap)
         buffers: list[memoryview] = []
         for i in range(len(run)):
             buffers += [area[i * shape.stride : (i + 1) * shape.stride], between]
-        got = _read(file, buffers[:-1], offset)
+        got = read_vector(file, buffers[:-1], offset)
         blocks, rest = divmod(got, self._geometry.slot_bytes)
         return blocks * shape.stride + min(rest, shape.stride)
 
@@ -209,7 +209,7 @@ def check_header(
     return found
 
 
-def _read(file: SegmentFile, buffers: Sequence[memoryview], offset: int) -> int:
+def read_vector(file: SegmentFile, buffers: Sequence[memoryview], offset: int) -> int:
     """Read, through memory of our own where the system refuses the caller's for direct I/O."""
     try:
         return file.read(buffers, offset)

@@ -21,6 +21,7 @@ from dualpath_storage.blocks import (
 )
 from dualpath_storage.geometry import Geometry
 from dualpath_storage.header import HEADER_BYTES, Header
+from dualpath_storage.images import ImageItem, ImageReader
 from dualpath_storage.memory import Arena, aligned
 from dualpath_storage.notices import Notices
 from dualpath_storage.ranges import RangeItem, RangeRead, RangeReader, RangeShape
@@ -92,6 +93,7 @@ class BlockStore:
         self._notices = Notices(logger)
         self._scanner = Scanner(self.files, readers, self._notices)
         self._ranges = RangeReader(geometry, self.files.get, self._failed_read, max_io_bytes)
+        self._images = ImageReader(geometry, self.files.get, self._failed_read, max_io_bytes)
         self._blocks = BlockIo(geometry, self._ranges, direct=backend.alignment > 1)
 
     def close(self) -> None:
@@ -230,6 +232,18 @@ class BlockStore:
         reads = self._ranges.read(items, shape, area)
         good = sum(read.status is ReadStatus.OK for read in reads)
         self._count_read(good * shape.payload_bytes, time.perf_counter() - began)
+        return reads
+
+    def read_images(self, items: Sequence[ImageItem], first: int, end: int) -> list[RangeRead]:
+        """Read the layers ``[first, end)`` into images of slots, on the calling thread.
+
+        As :meth:`read_range`; see :class:`ImageReader`.
+        """
+        began = time.perf_counter()
+        reads = self._images.read(items, first, end)
+        good = sum(read.status is ReadStatus.OK for read in reads)
+        size = good * (end - first) * self.geometry.layer_bytes
+        self._count_read(size, time.perf_counter() - began)
         return reads
 
     # -- writing ----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +14,16 @@ import pytest
 import xxhash
 
 from dualpath_sglang.kvcache import KVCache
+from dualpath_sglang.node import layer_ranges
 from dualpath_sglang.node.agent import Agent
+from dualpath_sglang.node.block_cache import image_bytes
 from dualpath_sglang.streaming.options import StreamOptions
 from dualpath_sglang.transport.base import End, FetchRequest, Load, Span, StridedDestination
 from dualpath_sglang.transport.client import Connection, PeerAddress
 from dualpath_sglang.transport.server import Server
-from dualpath_storage import Geometry
-from dualpath_storage.ranges import RangeShape
+from dualpath_storage import Geometry, ReadStatus
+from dualpath_storage.images import ImageItem
+from dualpath_storage.ranges import RangeRead
 from tests.kvcache.caches import flip, options, write
 from tests.support import blocks
 from tests.support.blocks import chain, geometry
@@ -27,7 +31,7 @@ from tests.transport.peers import Fetched
 
 KINDS = ("mha", "mla")
 SOON_S = 20.0
-SMALL = StreamOptions(staging_bytes=1 << 20, io_bytes=1 << 16, first_io_bytes=4096, probe_s=0)
+SMALL = StreamOptions(first_io_bytes=4096)
 
 
 class Bed:
@@ -53,20 +57,27 @@ class Bed:
         keys: Sequence[bytes],
         layers: tuple[int, int] | None = None,
         timeout_s: float = SOON_S,
+        cached_only: bool = False,
+        over: Connection | None = None,
     ) -> Waiting:
         first, end = layers or (0, of.layers)
-        request = FetchRequest(of.id_bytes, keys, first, end, timeout_s)
+        request = FetchRequest(of.id_bytes, keys, first, end, timeout_s, cached_only)
         memory = memoryview(bytearray(len(keys) * (end - first) * of.layer_bytes))
         size, count = of.layer_bytes, len(keys)
         place = StridedDestination(memory, size, size, size * count, first_layer=first)
         fetched = Waiting(request, place)
-        fetched.fetch = self.connection.fetch(request, fetched.destination, fetched)
+        connection = over or self.connection
+        fetched.fetch = connection.fetch(request, fetched.destination, fetched)
         return fetched
 
     def fetch(
-        self, of: Geometry, keys: Sequence[bytes], layers: tuple[int, int] | None = None
+        self,
+        of: Geometry,
+        keys: Sequence[bytes],
+        layers: tuple[int, int] | None = None,
+        **how: Any,
     ) -> Waiting:
-        fetched = self.begin(of, keys, layers)
+        fetched = self.begin(of, keys, layers, **how)
         assert fetched.fetch.wait(SOON_S)
         return fetched
 
@@ -115,11 +126,11 @@ def test_blocks_come_from_the_store_and_then_from_memory(
     first = bed.fetch(of, keys)
     assert first.ends == [End.OK]
     assert first.right(of) == set(range(40))
-    assert first.layers == sorted(first.layers)
     before = bed.cache.stats().read_bytes
     assert before >= 40 * of.block_bytes
     second = bed.fetch(of, keys[3:], (1, 3))
     assert second.right(of) == set(range(37))
+    assert second.layers == sorted(second.layers)
     assert bed.cache.stats().read_bytes == before, "read once for both"
     assert bed.agent.blocks.hits == 37
     assert second.load == Load(0, 0)
@@ -128,19 +139,20 @@ def test_blocks_come_from_the_store_and_then_from_memory(
 def test_the_first_layer_comes_before_the_last_is_read(
     make_bed: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(layer_ranges, "_LEAST_IO_BYTES", 1)
     of = geometry("mha", layers=16)
     bed, keys = make_bed(), chain("a", 24)
     bed.store(of, keys)
     assert bed.fetch(of, chain("b", 1)).lacking == {0}
     pool = bed.agent._pools[of.id_bytes]
-    real, came = pool.store.read_range, threading.Event()
+    real, came = pool.store.read_images, threading.Event()
 
-    def wait(items: Any, shape: RangeShape, memory: memoryview) -> Any:
-        if shape.end == of.layers:
+    def wait(items: Sequence[ImageItem], first: int, end: int) -> list[RangeRead]:
+        if end == of.layers:
             assert came.wait(SOON_S), "the first layer waits for the last"
-        return real(items, shape, memory)
+        return real(items, first, end)
 
-    monkeypatch.setattr(pool.store, "read_range", wait)
+    monkeypatch.setattr(pool.store, "read_images", wait)
     fetched = bed.begin(of, keys)
     fetched.on_landed = lambda *_: came.set()
     assert fetched.fetch.wait(SOON_S)
@@ -169,10 +181,9 @@ def test_a_damaged_block_is_missing_and_never_wrong(
     flip(bed.cache, pool, keys[20], 4096 + layer * of.layer_bytes + 5)
     fetched = bed.fetch(of, keys)
     assert fetched.ends == [End.OK]
-    right = fetched.right(of)
-    assert 20 in fetched.lacking
-    assert right >= set(range(40)) - set(range(16, 32)), "its neighbours share its fate, no others"
-    assert right.isdisjoint(fetched.lacking)
+    assert fetched.lacking == {20}
+    assert fetched.right(of) == set(range(40)) - {20}, "its neighbours do not share its fate"
+    assert bed.cache.lookup(pool, keys[20:21]) == [False]
     again = bed.fetch(of, keys)
     assert again.right(of) == set(range(40)) - {20}, "it has left the index"
 
@@ -188,15 +199,111 @@ def test_an_unknown_geometry_is_said_so(make_bed: Callable[..., Bed], of: Geomet
     assert bed.fetch(of, chain("a", 2), (0, of.layers + 1)).ends == [End.UNKNOWN]
 
 
-def test_more_than_the_memory_holds_is_busy(make_bed: Callable[..., Bed], of: Geometry) -> None:
-    bed, keys = make_bed(memory_bytes=10 * of.block_bytes), chain("a", 30)
+def test_what_does_not_fit_at_once_comes_in_windows(
+    make_bed: Callable[..., Bed], of: Geometry
+) -> None:
+    bed, keys = make_bed(memory_bytes=10 * image_bytes(of)), chain("a", 47)
     bed.store(of, keys)
-    assert bed.fetch(of, keys).ends == [End.BUSY]
-    for first in range(0, 30, 6):
-        fetched = bed.fetch(of, keys[first : first + 6])
+    asked = [*keys[:20], *chain("never", 3), *keys[20:]]
+    for _ in range(2):
+        fetched = bed.fetch(of, asked)
         assert fetched.ends == [End.OK]
-        assert fetched.right(of) == set(range(6))
-        assert bed.agent.blocks.used_bytes <= 10 * of.block_bytes
+        assert fetched.lacking == {20, 21, 22}
+        assert fetched.right(of) == set(range(50)) - fetched.lacking
+        assert bed.agent.blocks.used_bytes <= 10 * image_bytes(of)
+    whole = bed.fetch(of, keys[:10])
+    assert whole.right(of) == set(range(10))
+    again = bed.fetch(of, keys[:10])
+    assert again.layers == sorted(again.layers), "what fits comes in one"
+    wait_until_idle(bed)
+    assert bed.agent.blocks.pinned_bytes == 0
+
+
+def test_many_fetches_that_do_not_fit_together_all_end(
+    make_bed: Callable[..., Bed], of: Geometry
+) -> None:
+    bed, keys = make_bed(memory_bytes=10 * image_bytes(of)), chain("a", 60)
+    bed.store(of, keys)
+    several = [bed.begin(of, keys[n % 7 :]) for n in range(12)]
+    for n, fetched in enumerate(several):
+        assert fetched.fetch.wait(SOON_S)
+        assert fetched.ends in ([End.OK], [End.BUSY])
+        if fetched.ends == [End.OK]:
+            assert fetched.right(of) == set(range(60 - n % 7))
+    assert [End.OK] in [fetched.ends for fetched in several]
+    wait_until_idle(bed)
+    assert bed.agent.blocks.pinned_bytes == 0
+
+
+def test_no_room_at_all_is_busy(
+    make_bed: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = geometry("mha")
+    bed, keys = make_bed(memory_bytes=4 * image_bytes(of)), chain("a", 30)
+    bed.store(of, keys)
+    assert bed.fetch(of, keys[:1]).right(of) == {0}
+    hold = Hold(bed, of, monkeypatch)
+    first = bed.begin(of, keys[:4])
+    assert hold.called.wait(SOON_S)
+    assert bed.fetch(of, keys[10:20]).ends == [End.BUSY]
+    hold.go.set()
+    assert first.fetch.wait(SOON_S)
+    assert first.right(of) == set(range(4))
+    assert bed.fetch(of, keys[10:20]).right(of) == set(range(10))
+
+
+def test_a_page_larger_than_the_memory_is_refused(make_bed: Callable[..., Bed]) -> None:
+    of = geometry("mha")
+    bed, keys = make_bed(memory_bytes=image_bytes(of) - 4096), chain("a", 2)
+    bed.store(of, keys)
+    assert bed.fetch(of, keys).ends == [End.FAILED]
+
+
+def test_only_from_memory_reads_nothing(make_bed: Callable[..., Bed], of: Geometry) -> None:
+    bed, keys = make_bed(), chain("a", 20)
+    bed.store(of, keys)
+    assert bed.fetch(of, keys, cached_only=True).lacking == set(range(20))
+    bed.fetch(of, keys[5:10])
+    before = bed.cache.stats().read_bytes
+    fetched = bed.fetch(of, keys, cached_only=True)
+    assert fetched.ends == [End.OK]
+    assert fetched.right(of) == set(range(5, 10))
+    assert fetched.lacking == set(range(20)) - set(range(5, 10))
+    assert bed.cache.stats().read_bytes == before
+
+
+def test_what_is_in_memory_is_not_looked_up(
+    make_bed: Callable[..., Bed], of: Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed, keys = make_bed(), chain("a", 20)
+    bed.store(of, keys)
+    bed.fetch(of, keys[:12])
+    asked: list[Sequence[bytes]] = []
+    real = bed.cache.locate
+
+    def locate(pool: Any, wanted: Sequence[bytes]) -> Any:
+        asked.append(list(wanted))
+        return real(pool, wanted)
+
+    monkeypatch.setattr(bed.cache, "locate", locate)
+    assert bed.fetch(of, keys).right(of) == set(range(20))
+    assert bed.fetch(of, keys).right(of) == set(range(20))
+    assert asked == [keys[12:]]
+
+
+class Hold:
+    """Reads of a pool wait until they may go on."""
+
+    def __init__(self, bed: Bed, of: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.called = threading.Event(), threading.Event()
+        store = bed.agent._pools[of.id_bytes].store
+        self._real = store.read_images
+        monkeypatch.setattr(store, "read_images", self._read)
+
+    def _read(self, items: Sequence[ImageItem], first: int, end: int) -> list[RangeRead]:
+        self.called.set()
+        self.go.wait(SOON_S)
+        return self._real(items, first, end)
 
 
 def test_fetches_of_the_same_blocks_share_one_read(
@@ -218,21 +325,13 @@ def test_a_read_that_hangs_ends_a_fetch_at_its_deadline_and_no_other(
     bed, keys = make_bed(), chain("a", 12)
     bed.store(of, keys)
     assert bed.fetch(of, keys[:1]).right(of) == {0}
-    go = threading.Event()
-    pool = bed.agent._pools[of.id_bytes]
-    real = pool.store.read_range
-
-    def hang(*args: Any) -> Any:
-        go.wait(SOON_S)
-        return real(*args)
-
-    monkeypatch.setattr(pool.store, "read_range", hang)
+    hold = Hold(bed, of, monkeypatch)
     late = bed.begin(of, keys, timeout_s=0.3)
     patient = bed.begin(of, keys)
     assert late.fetch.wait(SOON_S)
     assert late.ends == [End.TIMEOUT]
     assert late.right(of) <= {0}
-    go.set()
+    hold.go.set()
     assert patient.fetch.wait(SOON_S)
     assert patient.ends == [End.OK], "another's deadline is not its own"
     assert patient.right(of) == set(range(12))
@@ -242,8 +341,12 @@ def test_a_read_that_hangs_ends_a_fetch_at_its_deadline_and_no_other(
 
 
 def wait_until_idle(bed: Bed) -> None:
+    wait_until(lambda: not any(client.busy for client in bed.server._clients()))
+
+
+def wait_until(true: Callable[[], object]) -> None:
     end = time.monotonic() + SOON_S
-    while any(client.busy for client in bed.server._clients()):
+    while not true():
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -254,15 +357,165 @@ def test_what_the_store_does_not_give_is_late_not_missing(
     of = geometry("mha")
     bed, keys = make_bed(), chain("a", 12)
     bed.store(of, keys)
-    monkeypatch.setattr("dualpath_sglang.node.agent._READ_S", 0.2)
     assert bed.fetch(of, chain("b", 1)).lacking == {0}
-    pool = bed.agent._pools[of.id_bytes]
-    go = threading.Event()
-    monkeypatch.setattr(pool.store, "read_range", lambda *_: go.wait(SOON_S))
+    monkeypatch.setattr("dualpath_sglang.node.block_reader._READ_S", 0.2)
+    monkeypatch.setattr("dualpath_sglang.node.block_reader._GROUP_BYTES", 1)
+    hold = Hold(bed, of, monkeypatch)
+    threading.Timer(0.4, hold.go.set).start()
     fetched = bed.fetch(of, keys)
-    go.set()
     assert fetched.ends == [End.TIMEOUT]
     assert not fetched.lacking
+    assert bed.fetch(of, keys).right(of) == set(range(12)), "it may be tried again"
+
+
+def test_what_nobody_wants_any_more_is_not_read(
+    make_bed: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = geometry("mha")
+    bed, keys = make_bed(), chain("a", 60)
+    bed.store(of, keys)
+    assert bed.fetch(of, keys[:1]).right(of) == {0}
+    before = bed.cache.stats().read_bytes
+    hold = Hold(bed, of, monkeypatch)
+    fetched = bed.begin(of, keys)
+    assert hold.called.wait(SOON_S)
+    bed.connection.cancel(fetched.fetch)
+    wait_until_idle(bed)
+    hold.go.set()
+    wait_until(lambda: bed.cache.read_queue.bytes == 0)
+    read = bed.cache.stats().read_bytes - before
+    assert read <= 8 * 8 * of.block_bytes, "only what had begun"
+    assert (bed.cache.read_queue.bytes, bed.cache.read_queue.tokens) == (0, 0)
+    assert bed.fetch(of, keys).right(of) == set(range(60))
+
+
+def test_a_block_that_moved_meanwhile_is_found_again(
+    make_bed: Callable[..., Bed], of: Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed, keys = make_bed(), chain("a", 12)
+    bed.store(of, keys)
+    pool = bed.cache.attach(of)
+    real, moved = bed.cache.locate, []
+
+    def locate(where: Any, wanted: Sequence[bytes]) -> Any:
+        places = real(where, wanted)
+        if not moved:
+            moved.append(True)
+            bed.cache.clear()
+            bed.store(of, chain("other", 5))
+            bed.store(of, keys)
+        return places
+
+    monkeypatch.setattr(bed.cache, "locate", locate)
+    fetched = bed.fetch(of, keys)
+    assert fetched.ends == [End.OK]
+    assert fetched.right(of) == set(range(12))
+    assert bed.cache.lookup(pool, keys) == [True] * 12
+
+
+@pytest.mark.parametrize("times", [1, 9])
+def test_a_read_that_fails_is_tried_once_more(
+    make_bed: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """At a later layer: what was sent stays as it is."""
+    monkeypatch.setattr(layer_ranges, "_LEAST_IO_BYTES", 1)
+    of = geometry("mha", layers=16)
+    bed, keys = make_bed(), chain("a", 12)
+    bed.store(of, keys)
+    assert bed.fetch(of, chain("b", 1)).lacking == {0}
+    store = bed.agent._pools[of.id_bytes].store
+    real, failed = store.read_images, [0]
+
+    def fail(items: Sequence[ImageItem], first: int, end: int) -> list[RangeRead]:
+        results = real(items, first, end)
+        for i, item in enumerate(items):
+            if item.key == keys[7] and end > 3 and failed[0] < times:
+                failed[0] += 1
+                results[i] = RangeRead(ReadStatus.UNAVAILABLE)
+        return results
+
+    monkeypatch.setattr(store, "read_images", fail)
+    fetched = bed.fetch(of, keys)
+    assert fetched.ends == [End.OK]
+    lacking = set() if times == 1 else {7}
+    assert fetched.lacking == lacking
+    assert fetched.right(of) == set(range(12)) - lacking
+    wait_until(lambda: bed.cache.read_queue.bytes == 0)
+    assert bed.cache.read_queue.tokens == 0
+
+
+def test_what_goes_wrong_in_the_agent_ends_the_fetch_and_leaves_nothing(
+    make_bed: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = geometry("mha")
+    bed, keys = make_bed(), chain("a", 12)
+    bed.store(of, keys)
+    assert bed.fetch(of, chain("b", 1)).lacking == {0}
+    store = bed.agent._pools[of.id_bytes].store
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object) -> list[RangeRead]:
+            raise RuntimeError("a fault of the test")
+
+        patch.setattr(store, "read_images", fail)
+        assert bed.fetch(of, keys).ends == [End.TIMEOUT]
+    assert bed.fetch(of, keys).right(of) == set(range(12))
+    wait_until_idle(bed)
+    assert bed.agent.blocks.pinned_bytes == 0
+    assert (bed.cache.read_queue.bytes, bed.cache.read_queue.tokens) == (0, 0)
+
+
+def test_memory_stays_at_its_bound_whatever_is_fetched(
+    make_bed: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several connections, ten times what fits, two geometries: what the kernel says is in use."""
+    bed = make_bed(memory_bytes=8 << 20)
+    mha, mla = geometry("mha", layers=24, layer_bytes=8 << 10), geometry("mla", layers=24)
+    chains = [(mha, chain(n, 40)) for n in range(2)] + [(mla, chain("m", 150))]
+    for of, keys in chains:
+        bed.store(of, keys)
+    most, over = [0], threading.Event()
+    fd = bed.agent.blocks.memory.fd
+    assert fd is not None
+    rss = rss_bytes()
+
+    def watch() -> None:
+        while not over.wait(0.005):
+            most[0] = max(most[0], os.fstat(fd).st_blocks * 512)
+
+    def work(seed: int) -> None:
+        address = PeerAddress("127.0.0.1", bed.server.port)
+        connection = Connection(address, time.monotonic() + SOON_S)
+        for n in range(4):
+            of, keys = chains[(seed + n) % len(chains)]
+            fetched = bed.begin(of, keys[seed:], over=connection)
+            assert fetched.fetch.wait(SOON_S)
+            if fetched.ends == [End.OK]:
+                right.append(len(fetched.right(of)) == len(keys) - seed)
+        connection.close()
+
+    right: list[bool] = []
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(5)]
+    watching = threading.Thread(target=watch)
+    for thread in [watching, *threads]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    over.set()
+    watching.join()
+    assert all(right)
+    assert len(right) >= 5
+    assert 4 << 20 < most[0] <= 8 << 20
+    shared = 2 * (8 << 20)  # what this process maps of it, and what destinations took
+    assert rss_bytes() - rss < shared + 5 * 40 * mha.block_bytes + (64 << 20)
+    wait_until_idle(bed)
+    bed.agent.blocks.clear()
+    assert os.fstat(fd).st_blocks == 0
+
+
+def rss_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
 
 
 def test_a_cancelled_fetch_lets_go(make_bed: Callable[..., Bed], of: Geometry) -> None:

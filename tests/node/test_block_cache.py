@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import random
 import threading
+import time
+from collections.abc import Sequence
 
-import pytest
-
-from dualpath_sglang.node.block_cache import BlockCache, CachedBlock, NoRoomError
+from dualpath_sglang.node.block_cache import BlockCache, CachedBlock, image_bytes
+from dualpath_sglang.node.landings import Landings
+from dualpath_storage import Geometry
 from tests.support.blocks import chain, geometry
 
 OF = geometry("mha", layers=4)
 OTHER = geometry("mla", layers=4)
-SIZE = OF.block_bytes
+SIZE = image_bytes(OF)
+SOON_S = 20.0
+
+
+def pin(
+    cache: BlockCache, keys: Sequence[bytes], of: Geometry = OF
+) -> tuple[list[CachedBlock], list[int]]:
+    return cache.add(of, keys, Landings())
 
 
 def land(block: CachedBlock) -> None:
-    block.landed[:] = b"\1" * len(block.landed)
+    block.landed = block.layers
 
 
-def read(cache: BlockCache, keys: list[bytes]) -> list[CachedBlock]:
+def read(cache: BlockCache, keys: Sequence[bytes], of: Geometry = OF) -> list[CachedBlock]:
     """Blocks that were read, and that nobody uses any more."""
-    blocks, new = cache.pin(OF, keys)
+    blocks, new = pin(cache, keys, of)
+    assert len(blocks) == len(keys)
     for i in new:
         land(blocks[i])
-    cache.settle(blocks[i] for i in new)
+    cache.settle([blocks[i] for i in new])
     cache.unpin(blocks)
     return blocks
 
@@ -32,48 +42,61 @@ def read(cache: BlockCache, keys: list[bytes]) -> list[CachedBlock]:
 def test_a_block_is_new_once() -> None:
     cache = BlockCache(8 * SIZE)
     keys = chain("a", 4)
-    first, new = cache.pin(OF, keys)
+    assert cache.find(OF, keys) == [None] * 4
+    first, new = pin(cache, keys)
     assert new == [0, 1, 2, 3]
-    second, again = cache.pin(OF, keys)
+    second, again = pin(cache, keys)
     assert again == []
-    assert second == first
-    assert cache.hits == 4
-    assert cache.pin(OF, [keys[0], keys[0], chain("b", 1)[0]])[1] == [2]
+    assert second == first == cache.find(OF, keys)
+    assert cache.hits == 8
+    assert pin(cache, [keys[0], keys[0], chain("b", 1)[0]])[1] == [2]
+
+
+def test_memory_is_laid_out_as_a_slot_and_of_nobody_else() -> None:
+    cache = BlockCache(8 * SIZE)
+    blocks, _ = pin(cache, chain("a", 4))
+    for i, block in enumerate(blocks):
+        assert len(block.image) == OF.slot_bytes
+        block.image[:] = bytes([i]) * len(block.image)
+    for i, block in enumerate(blocks):
+        payload = cache.memory.bytes[block.offset : block.offset + OF.block_bytes]
+        assert payload == bytes([i]) * OF.block_bytes
+        assert block.image == bytes([i]) * len(block.image)
 
 
 def test_the_least_recently_used_go_first() -> None:
     cache = BlockCache(4 * SIZE)
     a, b, c = chain("a", 2), chain("b", 2), chain("c", 2)
-    read(cache, a)
-    read(cache, b)
-    read(cache, a)
-    read(cache, c)
-    assert cache.pin(OF, a)[1] == []
+    for keys in (a, b, a, c):
+        read(cache, keys)
+    assert pin(cache, a)[1] == []
+    assert cache.find(OF, b) == [None, None]
     assert cache.used_bytes == 4 * SIZE
 
 
-def test_what_is_in_use_stays() -> None:
+def test_what_is_in_use_stays_and_as_much_as_fits_beside_it_is_had() -> None:
     cache = BlockCache(4 * SIZE)
-    sending, _ = cache.pin(OF, chain("sending", 2))
-    with pytest.raises(NoRoomError):
-        cache.pin(OF, chain("too many", 3))
-    assert cache.used_bytes <= 4 * SIZE
-    reading, new = cache.pin(OF, chain("reading", 2))
+    sending, _ = pin(cache, chain("sending", 2))
+    reading, new = pin(cache, chain("reading", 3))
+    assert (len(reading), new) == (2, [0, 1])
     cache.unpin(reading)  # whoever wanted them is gone, and they are still being read
-    with pytest.raises(NoRoomError):
-        cache.pin(OF, chain("more", 1))
-    cache.settle(reading[i] for i in new)
-    more, _ = cache.pin(OF, chain("more", 2))
-    assert not {id(block.memory) for block in more} & {id(block.memory) for block in sending}
+    assert pin(cache, chain("more", 1)) == ([], [])
+    assert cache.room_for(OF) == 0
+    cache.settle(reading)
+    assert cache.room_for(OF) == 2
+    more, _ = pin(cache, chain("more", 2))
+    assert len(more) == 2
+    assert not {block.offset for block in more} & {block.offset for block in sending}
 
 
 def test_a_failed_block_is_read_again_and_its_memory_comes_back() -> None:
     cache = BlockCache(2 * SIZE)
     (name,) = chain("a", 1)
-    (waiting,), new = cache.pin(OF, [name])
+    (waiting,), new = pin(cache, [name])
     cache.settle([waiting])
     assert waiting.failed
-    (again,), new = cache.pin(OF, [name])
+    assert cache.find(OF, [name]) == [None]
+    (again,), new = pin(cache, [name])
     assert new == [0]
     assert again is not waiting
     land(again)
@@ -84,22 +107,55 @@ def test_a_failed_block_is_read_again_and_its_memory_comes_back() -> None:
     assert cache.used_bytes == 2 * SIZE
 
 
+def test_only_what_nobody_else_wants_is_given_up() -> None:
+    cache = BlockCache(4 * SIZE)
+    blocks, _ = pin(cache, chain("a", 2))
+    assert not cache.give_up(blocks)
+    cache.unpin(blocks[:1])
+    assert not cache.give_up(blocks)
+    cache.unpin(blocks[1:])
+    assert cache.give_up(blocks)
+    assert all(block.failed for block in blocks)
+    assert cache.used_bytes == cache.pinned_bytes == cache.count == 0
+
+
 def test_memory_of_another_size_makes_room() -> None:
     cache = BlockCache(4 * SIZE)
     read(cache, chain("a", 4))
-    count = cache.used_bytes // OTHER.block_bytes
-    blocks, _ = cache.pin(OTHER, chain("b", count))
-    assert all(len(block.memory) == OTHER.block_bytes for block in blocks)
+    count = 4 * SIZE // image_bytes(OTHER)
+    blocks, _ = pin(cache, chain("b", count), OTHER)
+    assert len(blocks) == count
     assert cache.used_bytes <= 4 * SIZE
+    cache.settle(blocks)
+    cache.unpin(blocks)
+    assert len(read(cache, chain("c", 4))) == 4
 
 
 def test_cleared_it_holds_what_is_in_use() -> None:
     cache = BlockCache(8 * SIZE)
     read(cache, chain("a", 4))
-    kept, _ = cache.pin(OF, chain("b", 2))
+    kept, _ = pin(cache, chain("b", 2))
     cache.clear()
     assert cache.used_bytes == 2 * SIZE
-    assert cache.pin(OF, chain("b", 2)) == (kept, [])
+    assert pin(cache, chain("b", 2)) == (kept, [])
+
+
+def test_whoever_waits_for_room_gets_it_when_others_let_go() -> None:
+    cache = BlockCache(2 * SIZE)
+    blocks, _ = pin(cache, chain("a", 2))
+    got: list[int] = []
+
+    def wait() -> None:
+        got.append(len(cache.add(OF, chain("b", 2), Landings(), SOON_S)[0]))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.05)
+    assert not got
+    cache.settle(blocks[:1])
+    cache.unpin(blocks[:1])
+    thread.join(SOON_S)
+    assert got == [1]
 
 
 def test_many_threads_never_share_memory_nor_exceed_the_capacity() -> None:
@@ -110,19 +166,17 @@ def test_many_threads_never_share_memory_nor_exceed_the_capacity() -> None:
         rng = random.Random(seed)
         for _ in range(300):
             keys = chain(rng.randrange(12), rng.randrange(1, 5))
-            try:
-                blocks, new = cache.pin(OF, keys)
-            except NoRoomError:
-                continue
+            of = rng.choice([OF, OF, OTHER])
+            blocks, new = pin(cache, keys, of)
             for i in new:
-                blocks[i].memory[:8] = keys[i][:8]
+                blocks[i].image[:8] = keys[i][:8]
                 if rng.random() < 0.8:
                     land(blocks[i])
-            cache.settle(blocks[i] for i in new)
+            cache.settle([blocks[i] for i in new])
             for i, block in enumerate(blocks):
-                if all(block.landed) and block.memory[:8] != keys[i][:8]:
+                if block.whole and block.image[:8] != keys[i][:8]:
                     wrong.append("another block's memory")
-            if cache.used_bytes > 24 * SIZE:
+            if cache.used_bytes > cache.capacity_bytes:
                 wrong.append("too much")
             cache.unpin(blocks)
 
@@ -133,50 +187,14 @@ def test_many_threads_never_share_memory_nor_exceed_the_capacity() -> None:
         thread.join()
     assert not wrong
     cache.clear()
-    assert cache.used_bytes == 0
-
-
-def test_what_cannot_be_held_pushes_nothing_out() -> None:
-    cache = BlockCache(10 * SIZE)
-    keys = chain("a", 9)
-    read(cache, keys)
-    with pytest.raises(NoRoomError):
-        cache.pin(OF, chain("b", 11))
-    assert cache.pin(OF, keys)[1] == []
-
-
-def test_memory_that_the_system_does_not_give_leaves_nothing_pinned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cache = BlockCache(32 * SIZE)
-    made = 0
-
-    def scarce(size: int) -> memoryview:
-        nonlocal made
-        made += 1
-        if made == 5:
-            raise OSError("no memory")
-        return memoryview(bytearray(size))
-
-    monkeypatch.setattr("dualpath_sglang.node.block_cache.aligned", scarce)
-    keys = chain("a", 8)
-    with pytest.raises(OSError, match="no memory"):
-        cache.pin(OF, keys)
-    assert cache.pinned_bytes == 0
-    assert len(read(cache, keys)) == 8
-    assert cache.pinned_bytes == 0
-    assert cache.used_bytes == 8 * SIZE
+    assert cache.used_bytes == cache.pinned_bytes == 0
 
 
 def test_what_is_sent_is_not_read_into() -> None:
     """A block stays as it is until the last of its users lets go."""
     cache = BlockCache(2 * SIZE)
-    blocks, new = cache.pin(OF, chain("a", 2))
-    for i in new:
-        land(blocks[i])
-    cache.settle(blocks)
-    cache.unpin(blocks[:1])
-    (other,), _ = cache.pin(OF, chain("b", 1))
-    assert other.memory is blocks[0].memory
-    with pytest.raises(NoRoomError):
-        cache.pin(OF, chain("c", 1))
+    blocks = read(cache, chain("a", 2))
+    cache.find(OF, chain("a", 1))
+    (other,), _ = pin(cache, chain("b", 1))
+    assert other.offset == blocks[1].offset
+    assert pin(cache, chain("c", 1)) == ([], [])
