@@ -70,6 +70,7 @@ class Blocks:
         self.closed = threading.Event()
         self.requests: list[FetchRequest] = []
         self.refuse: End | None = None
+        self.lock = threading.Lock()
 
     def load(self) -> Load:
         return Load(12345, 678)
