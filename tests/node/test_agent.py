@@ -586,7 +586,9 @@ def test_an_agents_process_does_not_grow(tmp_path: Path) -> None:
                 assert fetched.right(of) == set(range(50))
             anonymous.append(memory_kib(process.pid, "RssAnon"))
             assert memory_kib(process.pid, "RssShmem") <= 8 << 10
-        assert anonymous[-1] - anonymous[0] < 4 << 10, "KiB, after a hundred times that has gone through"
+        assert anonymous[-1] - anonymous[0] < 4 << 10, (
+            "KiB, after a hundred times that has gone through"
+        )
         for connection in connections:
             connection.close()
 
