@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 2.0
 _PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Before the next attempt, by how many have failed in a row."""
-_GOOD_S = 30.0
+_CHILD_EVERY_S = 0.5
+"""Whoever has started the agent notices sooner how it ends; others look in case he is gone."""
+_GOOD_S = 10.0
 """An agent that has lived for so long had no trouble to begin with."""
 _BEGIN_S = 60.0
 """Longest time that others wait for one that is being started."""
@@ -127,9 +129,9 @@ class _Starter:
             if self._failing and (self._child is None or now - self._since > _GOOD_S):
                 self._failing = False
                 logger.info("The agent of this machine runs again")
-            return LOOK_EVERY_S
+            return LOOK_EVERY_S if self._child is None else _CHILD_EVERY_S
         if self._child is not None:  # it begins, or it hangs
-            return LOOK_EVERY_S
+            return _CHILD_EVERY_S
         if now >= self._next:
             self._start(now)
         return max(0.1, self._next - now)
