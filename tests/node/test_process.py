@@ -49,7 +49,7 @@ def test_a_fetch_brings_what_was_stored(place: Place, start: Start) -> None:
         assert parted(str(told["address"])) == (info.host, info.port)
         assert (told["node_id"], told["host"], told["pid"]) == (info.id, "here", agent.pid)
         assert told["served_bytes"] == 43 * of.block_bytes
-        assert told["cached_bytes"] == 40 * of.block_bytes
+        assert 40 * of.block_bytes <= int(told["cached_bytes"]) < 44 * of.block_bytes
         assert told["memory_bytes"] == 32 << 20
         assert told["protocol"] == VERSION
     agent.terminate()
