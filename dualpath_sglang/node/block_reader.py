@@ -36,6 +36,8 @@ _READ_S = 60.0
 """What has not begun by then is not read any more, whoever waits for it."""
 _OLDEST_EVERY = 4
 _GROUP_BYTES = 2 << 20
+_HANGS_S = 10.0
+"""A read that takes so long cannot be relied on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +98,11 @@ class BlockReader:
         self._waiting: dict[int, _Group] = {}
         self._closed = False
         self._workers = Workers(options.queue_depth, "dualpath-agent-read")
+
+    @property
+    def stalled(self) -> bool:
+        """Whether so many reads hang that others would wait in vain."""
+        return self._workers.older_than(_HANGS_S) >= max(1, self._options.queue_depth // 2)
 
     def ranges(self, geometry: Geometry) -> list[tuple[int, int]]:
         """Layers that are read, and so land, together."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -65,7 +65,11 @@ class AgentFetch:
         self._before_release: Callable[[], None] = lambda: None
 
     def begin(self) -> bool:
-        """Take what fits into memory, and have it read; False when not one block does."""
+        """Take what fits into memory, and have it read; False when not one block does.
+
+        Raises:
+            TimeoutError: the store hangs.
+        """
         return self._take(0.0)
 
     def hold_until(self, taken: Callable[[], None]) -> None:
@@ -87,7 +91,7 @@ class AgentFetch:
         for landings in self._heard:
             landings.leave(self._changed)
         for window in self._held:
-            self._blocks.unpin(window.blocks.values())
+            self._let_go(window)
         self._held.clear()
 
     def __iter__(self) -> Iterator[Piece | Missing]:
@@ -101,7 +105,9 @@ class AgentFetch:
             if self._cancelled.is_set():
                 return
             self._before_release()
-            self._blocks.unpin(window.blocks.values())
+            self._blocks.unpin(
+                reversed(window.blocks.values())
+            )  # the head of a chain stays longest
             del self._held[0]
             if not self._held and self._next < len(self._request.keys):
                 self._wait_for_room()
@@ -110,6 +116,10 @@ class AgentFetch:
         """Nobody wants it any more. From any thread."""
         self._cancelled.set()
         self._changed.set()
+
+    def _let_go(self, window: _Window) -> None:
+        """The head of the chain last, so that it stays longest."""
+        self._blocks.unpin(reversed(window.blocks.values()))
 
     # -- windows ----------------------------------------------------------------------------
 
@@ -138,7 +148,10 @@ class AgentFetch:
     def _take(self, timeout_s: float) -> bool:
         """Hold the blocks of one more window; False when there is no room for any of them."""
         keys, of = self._request.keys, self._pool.geometry
-        numbers = range(self._next, len(keys))
+        stop = len(keys)
+        if self._next:  # no more can be in the next window
+            stop = min(stop, self._next + self._blocks.capacity_for(of))
+        numbers = range(self._next, stop)
         found = self._blocks.find(of, [keys[i] for i in numbers])
         there = {i: block for i, block in zip(numbers, found, strict=True) if block is not None}
         try:
@@ -151,6 +164,7 @@ class AgentFetch:
             return False
         self._next += count
         self._held.append(window)
+        self._cache.touch(self._pool, [keys[i] for i in there])
         for block in window.blocks.values():
             if not block.whole and block.landings not in self._heard:
                 self._heard.add(block.landings)
@@ -164,8 +178,7 @@ class AgentFetch:
             there: those that are in memory, held.
         """
         if self._request.cached_only:
-            last = self._request.end_layer
-            self._keep(there, {i for i, block in there.items() if block.landed >= last})
+            self._keep(there, {i for i, block in there.items() if self._landed([block])})
             return _Window(dict(there), [i for i in numbers if i not in there])
         absent = [i for i in numbers if i not in there]
         self._locate([i for i in absent if i not in self._places])
@@ -173,6 +186,8 @@ class AgentFetch:
         end = self._end_of_window(numbers, there, places)
         self._keep(there, range(numbers.start, end))
         wanted = [i for i in places if i < end]
+        if self._reader.stalled and (wanted or not self._landed(there.values())):
+            raise TimeoutError
         names = [self._request.keys[i] for i in wanted]
         blocks, new = self._blocks.add(self._pool.geometry, names, self._landings, timeout_s)
         if new:
@@ -186,6 +201,10 @@ class AgentFetch:
             {i: block for i, block in held.items() if block is not None},
             [i for i, block in held.items() if block is None],
         )
+
+    def _landed(self, blocks: Iterable[CachedBlock]) -> bool:
+        """Whether all that is asked for of these is in memory."""
+        return all(block.landed >= self._request.end_layer for block in blocks)
 
     def _keep(self, there: dict[int, CachedBlock], numbers: Container[int]) -> None:
         """Let go of the others."""

@@ -121,6 +121,11 @@ class Workers:
         now = time.monotonic()
         return max((now - since for since in self._since if since is not None), default=0.0)
 
+    def older_than(self, seconds: float) -> int:
+        """How many tasks have been running for longer than that."""
+        now = time.monotonic()
+        return sum(since is not None and now - since > seconds for since in self._since)
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the threads after what is queued. A thread that hangs in the kernel is left."""
         for _ in self._threads:

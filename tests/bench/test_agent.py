@@ -26,11 +26,16 @@ def test_the_command_writes_rows(tmp_path: Path) -> None:
     for row in rows:
         assert set(row) == {field.name for field in fields(Row)}
         assert row["gb_s"] > 0
-    assert rows[0]["of_bare"] == rows[0]["cpu_of_bare"] == 1.0
+    by_what = {row["what"]: row for row in rows}
+    assert by_what["bare"]["of_bare"] == by_what["bare"]["cpu_of_bare"] == 1.0
+    assert by_what["memcpy"]["of_memcpy"] == 1.0
+    for what in ("memory", "storage", "local", "local storage"):
+        assert 0 < by_what[what]["first_ms"] <= by_what[what]["ms"]
     assert list(tmp_path.iterdir()) == [out], "nothing is left behind"
 
 
 def test_a_wrong_byte_is_counted() -> None:
     told = Checked(StridedDestination.of_layers(memoryview(bytearray(16)), 4, 4))
+    told.views(Span(0, 1, 1, 1), 0.0)
     told.landed(Span(0, 1, 1, 1), [123])
     assert told.bad == 1

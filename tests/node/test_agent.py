@@ -321,6 +321,7 @@ class Hold:
 
     def __init__(self, bed: Bed, of: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.called = threading.Event(), threading.Event()
+        self.reads: list[tuple[bytes, int]] = []
         store = bed.agent._pools[of.id_bytes].store
         self._real = store.read_images
         monkeypatch.setattr(store, "read_images", self._read)
@@ -328,6 +329,7 @@ class Hold:
     def _read(self, items: Sequence[ImageItem], first: int, end: int) -> list[RangeRead]:
         self.called.set()
         self.go.wait(SOON_S)
+        self.reads.append((items[0].key, first))
         return self._real(items, first, end)
 
 
@@ -469,6 +471,62 @@ def test_a_read_that_fails_is_tried_once_more(
     assert bed.cache.read_queue.tokens == 0
 
 
+def test_first_layers_are_read_before_later_ones_of_another_fetch(
+    make_bed: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_ranges, "_LEAST_IO_BYTES", 1)
+    of = geometry("mha", layers=16)
+    bed, long, short = make_bed(), chain("long", 80), chain("short", 2)
+    bed.store(of, long)
+    bed.store(of, short)
+    assert bed.fetch(of, chain("b", 1)).lacking == {0}
+    hold = Hold(bed, of, monkeypatch)
+    first = bed.begin(of, long)
+    assert hold.called.wait(SOON_S)
+    second = bed.begin(of, short)
+    wait_until(lambda: bed.cache.read_queue.bytes == 82 * of.block_bytes)
+    hold.go.set()
+    for fetched, count in ((first, 80), (second, 2)):
+        assert fetched.fetch.wait(SOON_S)
+        assert fetched.right(of) == set(range(count))
+    order = [(key in short, layer) for key, layer in hold.reads]
+    whole = order.index((True, 0))
+    later = [layer for is_short, layer in order[:whole] if not is_short]
+    assert later.count(0) >= 0.7 * len(later), "but for every fourth, only first layers came before"
+    ended = max(i for i, (is_short, _) in enumerate(order) if is_short)
+    assert ended < len(order) - 1, "it does not come after all of the long one"
+
+
+def test_the_head_of_a_chain_stays_longest(make_bed: Callable[..., Bed]) -> None:
+    of = geometry("mha")
+    bed, keys = make_bed(memory_bytes=20 * image_bytes(of)), chain("a", 20)
+    bed.store(of, [*keys, *chain("b", 8)])
+    bed.fetch(of, keys)
+    bed.fetch(of, chain("b", 8))
+    wait_until_idle(bed)
+    there = bed.fetch(of, keys, cached_only=True)
+    assert there.right(of) == set(range(12))
+
+
+def test_a_store_that_hangs_is_not_waited_for_again(
+    make_bed: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dualpath_sglang.node.block_reader._HANGS_S", 0.1)
+    of = geometry("mha")
+    bed, keys = make_bed(), chain("a", 40)
+    bed.store(of, [*keys, *chain("b", 3)])
+    assert bed.fetch(of, keys[:5]).right(of) == set(range(5))
+    hold = Hold(bed, of, monkeypatch)
+    first = bed.begin(of, keys)
+    wait_until(lambda: bed.agent._reader.stalled)
+    for others in (keys, chain("b", 3)):
+        assert bed.fetch(of, others, timeout_s=600.0).ends == [End.TIMEOUT], "at once"
+    assert bed.fetch(of, keys[:5]).right(of) == set(range(5)), "what is in memory can be had"
+    hold.go.set()
+    assert first.fetch.wait(SOON_S)
+    assert first.right(of) == set(range(40))
+
+
 def test_what_goes_wrong_in_the_agent_ends_the_fetch_and_leaves_nothing(
     make_bed: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -586,9 +644,7 @@ def test_an_agents_process_does_not_grow(tmp_path: Path) -> None:
                 assert fetched.right(of) == set(range(50))
             anonymous.append(memory_kib(process.pid, "RssAnon"))
             assert memory_kib(process.pid, "RssShmem") <= 8 << 10
-        assert anonymous[-1] - anonymous[0] < 4 << 10, (
-            "KiB, after a hundred times that has gone through"
-        )
+        assert anonymous[-1] - anonymous[0] < 4 << 10, "KiB: nothing piles up"
         for connection in connections:
             connection.close()
 
