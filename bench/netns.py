@@ -268,13 +268,17 @@ def remove_leftovers(prefix: str) -> list[str]:
 
 
 def end_on_sigterm() -> None:
-    """Let SIGTERM end this process as Ctrl-C does: with all ``with`` blocks left in order."""
+    """Let SIGTERM end this process as Ctrl-C does: with all ``with`` blocks left in order.
+
+    And Ctrl-C, too, in a job that a shell started in the background to ignore it.
+    """
 
     def end(number: int, frame: object) -> NoReturn:
         del frame
         sys.exit(128 + number)
 
     signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _shape(port: Port, rate: str, *, anew: bool) -> None:
