@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 from dualpath_sglang.config import DualPathConfig
 from dualpath_sglang.index import IndexUnavailableError
@@ -10,7 +11,7 @@ from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.node.machine import MachineDir
 from dualpath_sglang.node.options import NodeError
 from dualpath_sglang.node.secret import NodeSecret
-from dualpath_sglang.paths.peers import PathOptions, Peers
+from dualpath_sglang.paths.peers import Nearby, PathOptions, Peers
 from dualpath_storage import StoreError
 
 
@@ -35,9 +36,9 @@ def other_nodes(config: DualPathConfig, cache: KVCache, machine: MachineDir | No
                 secret.look(cache.index)
         return secret.value
 
-    def own() -> str | None:
+    def own() -> Nearby | None:
         info = None if machine is None else machine.info()
-        return None if info is None else info.id
+        return None if info is None else Nearby(info.id, Path(info.socket) if info.socket else None)
 
     try:
         tls = options.client_tls()

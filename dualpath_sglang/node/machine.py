@@ -37,7 +37,7 @@ class AgentInfo:
         name: of the machine.
         id: unique, new at each start; stands in its report as ``node_id`` too.
         host, port: where it listens for other nodes.
-        socket: path of the Unix socket for readers of this machine.
+        socket: path of the Unix socket for readers of this machine; empty when there is none.
         version: of the package.
     """
 

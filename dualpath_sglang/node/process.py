@@ -29,6 +29,7 @@ from dualpath_sglang.node.report import Node
 from dualpath_sglang.node.secret import NodeSecret
 from dualpath_sglang.transport.base import End
 from dualpath_sglang.transport.handshake import VERSION
+from dualpath_sglang.transport.local_server import LocalServer
 from dualpath_sglang.transport.server import Server, ServerOptions
 from dualpath_storage import StoreOptions
 
@@ -173,18 +174,33 @@ class NodeProcess:
                 f"The agent cannot listen at {joined(host, wanted.port)}: {error.strerror}"
             ) from error
         stack.callback(server.close)
+        nearby = self._serve_nearby(agent)
+        if nearby is not None:
+            stack.callback(nearby.close)
         name, address = self._options.name, joined(known_as, server.port)
         node = Node(ROLE, host=name, address=address)
-        socket = str(self._machine.socket_path)
+        socket = "" if nearby is None else str(nearby.path)
         self._machine.tell(
             AgentInfo(node.pid, name, self._id, known_as, server.port, socket, node.version)
         )
         logger.info("The agent of %s serves %s at %s", name, cache.root, address)
-        serving = _Serving(cache, agent, server, queue, node, self._id)
+        serving = _Serving(cache, agent, server, nearby, queue, node, self._id)
         self._go_on(serving, lock)
         serving.withdraw()
-        if not server.drain(self._how.drain_s):
+        end = time.monotonic() + self._how.drain_s
+        drained = server.drain(self._how.drain_s)
+        if nearby is not None:
+            drained = nearby.drain(max(0.0, end - time.monotonic())) and drained
+        if not drained:
             logger.warning("Fetches were under way for too long, and are ended")
+
+    def _serve_nearby(self, agent: Agent) -> LocalServer | None:
+        """For readers of this machine; without it they read the store, as they do anyway."""
+        try:
+            return LocalServer(agent, self._machine.socket_path)
+        except (OSError, ValueError) as error:
+            logger.warning("Processes of this machine cannot read the agent's memory: %s", error)
+            return None
 
     # -- waiting ----------------------------------------------------------------------------
 
@@ -270,6 +286,7 @@ class _Serving:
         cache: KVCache,
         agent: Agent,
         server: Server,
+        nearby: LocalServer | None,
         queue: MachineQueue,
         node: Node,
         node_id: str,
@@ -277,6 +294,7 @@ class _Serving:
         self._cache = cache
         self._agent = agent
         self._server = server
+        self._nearby = nearby
         self.queue = queue
         self._node = node
         self._id = node_id
@@ -322,6 +340,7 @@ class _Serving:
             "cached_bytes": self._agent.blocks.used_bytes,
             "memory_bytes": self._agent.blocks.capacity_bytes,
             "served_bytes": counts["bytes"],
+            "served_nearby_bytes": 0 if self._nearby is None else self._nearby.counts["bytes"],
             "fetches": sum(counts[end.name.lower()] for end in End),
             "refused": counts["refused"],
         }

@@ -68,12 +68,13 @@ class HostReader:
     ) -> list[bool]:
         """As :meth:`KVCache.read`, of whole blocks."""
         job = _Job(pool, keys, pieces, time.monotonic(), timeout_s, [False] * len(keys))
+        left = self._from_nearby(job)
         own = Side(LOCAL, self._cache.read_queue.of_machine()[0], self._rate)
-        shares = self._paths.shares(pool.geometry, len(keys), own)
+        shares = self._paths.shares(pool.geometry, len(left), own)
         fetches: list[HostFetch] = []
         mine: list[int] = []
         for share in shares:
-            numbers = range(share.first, share.first + share.count)
+            numbers = left[share.first : share.first + share.count]
             fetch = None if share.side == LOCAL else self._ask(job, numbers, share.side)
             if fetch is None:
                 mine += numbers
@@ -85,14 +86,26 @@ class HostReader:
         self._substitute(job, [i for i in mine if not job.good[i]])
         return job.good
 
-    def _ask(self, job: _Job, numbers: Sequence[int], side: str) -> HostFetch | None:
+    def _from_nearby(self, job: _Job) -> Sequence[int]:
+        """Have what this machine's agent has in memory; the numbers of what it has not."""
+        numbers = range(len(job.keys))
+        side = self._paths.nearby(job.pool.geometry) if numbers else None
+        fetch = None if side is None else self._ask(job, numbers, side, cached_only=True)
+        if fetch is None:
+            return numbers
+        self._await(job, [fetch])
+        return [i for i in numbers if not job.good[i]]
+
+    def _ask(
+        self, job: _Job, numbers: Sequence[int], side: str, *, cached_only: bool = False
+    ) -> HostFetch | None:
         """Ask another node; None when it cannot be asked."""
         geometry = job.pool.geometry
         if job.left_s <= 0:
             return None
         fetch = HostFetch(side, geometry, numbers, [job.pieces[i] for i in numbers])
         keys = [job.keys[i] for i in numbers]
-        request = FetchRequest(geometry.id_bytes, keys, 0, geometry.layers, job.left_s)
+        request = FetchRequest(geometry.id_bytes, keys, 0, geometry.layers, job.left_s, cached_only)
         fetch.going = self._paths.begin(side, request, fetch, fetch)
         return None if fetch.going is None else fetch
 

@@ -11,7 +11,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from dualpath_sglang.scheduling.paths import Side
 from dualpath_sglang.streaming.estimate import RateMeter
@@ -26,7 +27,8 @@ from dualpath_sglang.transport.base import (
     Span,
     TransportError,
 )
-from dualpath_sglang.transport.client import Connection, Fetch, PeerAddress
+from dualpath_sglang.transport.client import Connection, Fetch
+from dualpath_sglang.transport.local_client import LocalConnection
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,10 @@ _UNKNOWN_S = 2.0
 _SILENT_S = 0.5
 _DELAY_S = 0.002
 """What the way over another node adds to a read, beside the reading."""
+
+
+AnyConnection: TypeAlias = Connection | LocalConnection
+Dial: TypeAlias = Callable[[bool, float], AnyConnection]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +58,31 @@ class Peer:
 
     Args:
         name: unique; what sides are called.
-        address: where it listens; the secret is asked for anew at each try.
-        secret: see :class:`~dualpath_sglang.paths.peers.PathOptions`.
+        where: it listens, for people.
+        dial: connects, by a deadline (monotonic seconds); told whether the last try was refused.
         counts: of all peers: fetches by how they ended, and what went wrong.
     """
 
     def __init__(
         self,
         name: str,
-        address: PeerAddress,
-        secret: Callable[[bool], bytes],
+        where: str,
+        dial: Dial,
         counts: Counter[str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
-        self.address = address
+        self.where = where
         self.reported_at: object = None
         """Which of its reports was heeded last."""
         self.read_rate: float | None = None
         """Bytes a second that it reads from storage, as it says itself."""
-        self._secret = secret
+        self._dial = dial
         self._refused = False
         self._counts = counts
         self._clock = clock
         self._lock = threading.Lock()
-        self._connection: Connection | None = None
+        self._connection: AnyConnection | None = None
         self._connecting = False
         self._closed = False
         self._pause_s = 0.0
@@ -143,9 +149,8 @@ class Peer:
     def _connect(self) -> None:
         connection = None
         try:
-            address = replace(self.address, secret=self._secret(self._refused))
-            self._refused = False
-            connection = Connection(address, time.monotonic() + _CONNECT_S)
+            refused, self._refused = self._refused, False
+            connection = self._dial(refused, time.monotonic() + _CONNECT_S)
         except RefusedError as error:
             self._refused = True
             self._counts["refused"] += 1
@@ -154,7 +159,7 @@ class Peer:
             self._counts["unreachable"] += 1
             self._say(str(error))
         except Exception:
-            logger.exception("Connecting to %s failed", self.address)
+            logger.exception("Connecting to %s failed", self.where)
         with self._lock:
             self._connecting = False
             old, self._connection = self._connection, connection
@@ -181,9 +186,9 @@ class Peer:
         if why == self._state:
             return
         if why:
-            logger.warning("Node %s at %s is not used: %s", self.name, self.address, why)
+            logger.warning("Node %s at %s is not used: %s", self.name, self.where, why)
         else:
-            logger.info("Node %s at %s reads for this one", self.name, self.address)
+            logger.info("Node %s at %s reads for this one", self.name, self.where)
         self._state = why
 
     def close(self) -> None:
@@ -273,7 +278,7 @@ class PeerFetch:
     def __init__(
         self,
         peer: Peer,
-        connection: Connection,
+        connection: AnyConnection,
         told: Fetching,
         geometry_id: bytes,
         layer_bytes: int,

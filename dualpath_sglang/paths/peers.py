@@ -12,7 +12,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 from dualpath_sglang.index import Report
@@ -20,8 +21,9 @@ from dualpath_sglang.paths.peer import Peer, PeerFetch
 from dualpath_sglang.scheduling.paths import Share, Side, shorter_queue, split
 from dualpath_sglang.streaming.other_paths import Blame
 from dualpath_sglang.transport.base import Destination, Fetching, FetchRequest, Load
-from dualpath_sglang.transport.client import PeerAddress
+from dualpath_sglang.transport.client import Connection, PeerAddress
 from dualpath_sglang.transport.handshake import VERSION
+from dualpath_sglang.transport.local_client import LocalConnection
 from dualpath_storage import Geometry
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,19 @@ _FORGET_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
+class Nearby:
+    """This machine's own agent.
+
+    Args:
+        id: as it stands in its report.
+        socket: where it serves readers of this machine; None when it does not.
+    """
+
+    id: str
+    socket: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PathOptions:
     """How other nodes are used.
 
@@ -47,7 +62,7 @@ class PathOptions:
             refused the last one.
         tls: encrypts, when given.
         dscp: traffic class of what is sent.
-        own: id of this machine's own agent, which is no other node; asked now and then.
+        own: this machine's own agent, which is no other node; asked now and then.
     """
 
     policy: Policy = "split"
@@ -55,7 +70,7 @@ class PathOptions:
     secret: Callable[[bool], bytes] = field(default=lambda _: b"", repr=False)
     tls: ssl.SSLContext | None = None
     dscp: int = 0
-    own: Callable[[], str | None] = field(default=lambda: None, repr=False)
+    own: Callable[[], Nearby | None] = field(default=lambda: None, repr=False)
 
 
 class Peers:
@@ -75,6 +90,8 @@ class Peers:
         self._peers: dict[str, Peer] = {}
         self._seen: dict[str, float] = {}
         self._other_versions: set[str] = set()
+        self._own: Peer | None = None
+        self._own_has_blocks = False
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="dualpath-peers", daemon=True)
@@ -95,6 +112,13 @@ class Peers:
             return split([own, *sides], blocks, geometry.block_bytes, self.options.floor_bytes)
         chosen = shorter_queue(sides if policy == "peer" else [own, *sides])
         return [Share(chosen.name, 0, blocks)]
+
+    def nearby(self, geometry: Geometry) -> str | None:
+        """See :class:`OtherPaths`."""
+        own = self._own
+        if own is None or not self._own_has_blocks or not own.usable(geometry.id_bytes):
+            return None
+        return own.name
 
     def substitute(self, geometry: Geometry) -> str | None:
         """See :class:`OtherPaths`."""
@@ -130,14 +154,19 @@ class Peers:
         self, side: str, request: FetchRequest, destination: Destination, told: Fetching
     ) -> PeerFetch | None:
         """See :class:`OtherPaths`."""
-        with self._lock:
-            peer = self._peers.get(side)
+        peer = self._named(side)
         return None if peer is None else peer.begin(request, destination, told)
+
+    def _named(self, side: str) -> Peer | None:
+        own = self._own
+        if own is not None and own.name == side:
+            return own
+        with self._lock:
+            return self._peers.get(side)
 
     def blame(self, side: str, why: Blame) -> None:
         """See :class:`OtherPaths`."""
-        with self._lock:
-            peer = self._peers.get(side)
+        peer = self._named(side)
         if peer is not None:
             peer.blame(why)
 
@@ -157,14 +186,19 @@ class Peers:
             self._learn(reports)
         with self._lock:
             peers = list(self._peers.values())
-        for peer in peers:
+        for peer in [*peers, *([self._own] if self._own is not None else [])]:
             peer.reach()
 
     def _learn(self, reports: Mapping[str, Report]) -> None:
-        now, own = time.monotonic(), self.options.own()
+        now, nearby = time.monotonic(), self.options.own()
+        own = None if nearby is None else nearby.id
+        self._know_own(nearby)
         for report in reports.values():
             name = str(report.get("node_id", ""))
-            if report.get("role") != "node" or not name or name == own:
+            if report.get("role") != "node" or not name:
+                continue
+            if name == own:
+                self._own_has_blocks = bool(report.get("cached_bytes"))
                 continue
             if report.get("protocol") != VERSION:
                 self._note_version(name, report)
@@ -181,6 +215,20 @@ class Peers:
             logger.info("Node %s is gone", name)
             peer.close()
 
+    def _know_own(self, nearby: Nearby | None) -> None:
+        """This machine's agent may be another one by now, or none."""
+        before = self._own
+        if nearby is not None and before is not None and before.name == nearby.id:
+            return
+        self._own, self._own_has_blocks = None, False
+        if before is not None:
+            before.close()
+        if nearby is not None and nearby.socket is not None:
+            path = nearby.socket
+            self._own = Peer(
+                nearby.id, str(path), lambda _, end: LocalConnection(path, end), self.counts
+            )
+
     def _peer(self, name: str, address: str) -> Peer | None:
         with self._lock:
             peer = self._peers.get(name)
@@ -191,7 +239,11 @@ class Peers:
             return None
         options = self.options
         where = PeerAddress(host.strip("[]"), int(port), tls=options.tls, dscp=options.dscp)
-        peer = Peer(name, where, options.secret, self.counts)
+
+        def dial(refused: bool, deadline: float) -> Connection:
+            return Connection(replace(where, secret=options.secret(refused)), deadline)
+
+        peer = Peer(name, str(where), dial, self.counts)
         with self._lock:
             if len(self._peers) >= _MOST:
                 return None
@@ -216,6 +268,7 @@ class Peers:
             self._thread.join()
         with self._lock:
             peers, self._peers = list(self._peers.values()), {}
+        self._know_own(None)
         for peer in peers:
             peer.close()
 

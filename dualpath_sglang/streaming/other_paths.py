@@ -45,6 +45,13 @@ class OtherPaths(Protocol):
         """
         ...
 
+    def nearby(self, geometry: Geometry) -> str | None:
+        """This machine's own agent, if it may have blocks in memory; None when it has not.
+
+        It is asked only for what is there already.
+        """
+        ...
+
     def substitute(self, geometry: Geometry) -> str | None:
         """A node that can be asked for what this one does not get read; None when there is none."""
         ...
@@ -80,6 +87,11 @@ class Alone:
         """This node reads everything."""
         del geometry
         return [Share(own.name, 0, blocks)] if blocks else []
+
+    def nearby(self, geometry: Geometry) -> str | None:
+        """None."""
+        del geometry
+        return None
 
     def substitute(self, geometry: Geometry) -> str | None:
         """None."""

@@ -47,7 +47,7 @@ class Pipeline:
         self.staging = Staging(memory)
         self.meter = RateMeter()
         self._cache = cache
-        self._options = options
+        self.options = options
         self._depth = options.queue_depth
         self._workers = Workers(options.queue_depth, "dualpath-stream-read")
         # Reads that hang in the system must not keep up what could be done about it.
@@ -64,7 +64,12 @@ class Pipeline:
     @property
     def piece_bytes(self) -> int:
         """Most bytes of one read."""
-        return min(self._options.piece_bytes, self.staging.total_bytes // 2)
+        return min(self.options.piece_bytes, self.staging.total_bytes // 2)
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes a second of this node's store: 0 when it hangs, None when nobody has measured."""
+        return 0.0 if self.stalled else self.meter.rate(time.monotonic())
 
     @property
     def in_flight(self) -> int:

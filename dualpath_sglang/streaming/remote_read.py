@@ -47,6 +47,7 @@ class RemoteRead:
         first_layer: the first that is wanted of any of them.
         side: who is asked.
         staging: where memory comes from.
+        cached_only: only what it has in memory is wanted.
         post: leaves a message for the streamer's thread.
         listener: what those messages call.
     """
@@ -61,12 +62,17 @@ class RemoteRead:
         staging: Staging,
         post: Callable[[Callable[[], None]], None],
         listener: Listener,
+        *,
+        cached_only: bool = False,
     ) -> None:
         self.batch = batch
         self.part = part
         self.blocks = blocks
+        self.wanted = blocks
+        """Those that it is to bring, for the streamer's thread."""
         self.first_layer = first_layer
         self.side = side
+        self.cached_only = cached_only
         self.began = self.heard = time.monotonic()
         """When it began, and when something last came of it."""
         self.landed_bytes = 0
@@ -91,6 +97,7 @@ class RemoteRead:
             self.first_layer,
             self._geometry.layers,
             max(0.001, deadline - time.monotonic()),
+            self.cached_only,
         )
 
     @property
@@ -100,6 +107,11 @@ class RemoteRead:
         return len(self.blocks) * layers * self._geometry.layer_bytes
 
     # -- from any thread --------------------------------------------------------------------
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Others bring these. For the streamer's thread."""
+        gone = set(blocks)
+        self.wanted = [block for block in self.wanted if block not in gone]
 
     def going(self, going: Going) -> None:
         """It is under way."""

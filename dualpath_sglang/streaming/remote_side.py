@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from dualpath_sglang.read_queue import ReadQueue
-from dualpath_sglang.scheduling.paths import Side
+from dualpath_sglang.scheduling.paths import Share, Side
 from dualpath_sglang.streaming.batch import Batch, Part, Request
 from dualpath_sglang.streaming.hedging import By
 from dualpath_sglang.streaming.landing import DONE, Landed, Packed, Staged
@@ -86,7 +86,12 @@ class RemoteSide:
         for part in parts:
             geometry, request, blocks = part.load.pool.geometry, part.request, len(part.load.keys)
             side = Side(LOCAL, queued, own.rate)
-            shares = self._paths.shares(geometry, blocks, side)
+            nearby = self._paths.nearby(geometry)
+            shares = (
+                self._paths.shares(geometry, blocks, side)
+                if nearby is None
+                else [Share(nearby, 0, blocks)]
+            )
             part.local_blocks = sum(share.count for share in shares if share.side == LOCAL)
             queued += part.local_blocks * geometry.block_bytes
             others = (blocks - part.local_blocks) * geometry.block_bytes
@@ -98,12 +103,31 @@ class RemoteSide:
             for share in shares:
                 if share.side != LOCAL:
                     blocks_of = range(share.first, share.first + share.count)
-                    self._ask(batch, part, blocks_of, share.side)
+                    self._ask(batch, part, blocks_of, share.side, cached_only=nearby is not None)
         for request in {part.request: None for part in parts}:
             self._queue.add(0, request.local_tokens - request.queued_tokens)
             request.queued_tokens = request.local_tokens
 
-    def _ask(self, batch: Batch, part: Part, blocks: Sequence[int], side: str) -> None:
+    def _deal_again(self, batch: Batch, part: Part, blocks: Sequence[int]) -> None:
+        """What this machine's agent does not have in memory: decide who reads it."""
+        rate = self._pipeline.rate
+        own = Side(LOCAL, self._queue.of_machine()[0], rate)
+        for share in self._paths.shares(part.load.pool.geometry, len(blocks), own):
+            some = blocks[share.first : share.first + share.count]
+            if share.side == LOCAL:
+                self._read_locally(batch, part, some)
+            else:
+                self._ask(batch, part, some, share.side)
+
+    def _ask(
+        self,
+        batch: Batch,
+        part: Part,
+        blocks: Sequence[int],
+        side: str,
+        *,
+        cached_only: bool = False,
+    ) -> None:
         part.progress.ask(By.REMOTE, blocks)
         read = RemoteRead(
             batch,
@@ -114,6 +138,7 @@ class RemoteSide:
             self._pipeline.staging,
             self._post,
             self,
+            cached_only=cached_only,
         )
         self._reads[read] = None
         self._stats.remote_fetches += 1
@@ -164,16 +189,21 @@ class RemoteSide:
 
     def remote_missing(self, read: RemoteRead, blocks: Sequence[int]) -> None:
         """The node does not have these."""
-        if read.part.request.live:
+        if not read.part.request.live:
+            return
+        if read.cached_only:
+            read.forget(blocks)
+            self._deal_again(read.batch, read.part, blocks)
+        else:
             self._take_over(read.batch, read.part, blocks)
-            self._advance(read.batch)
+        self._advance(read.batch)
 
     def remote_ended(self, read: RemoteRead, end: End) -> None:
         """Nothing more comes of this read."""
         if read not in self._reads:
             return  # it was replaced, or nobody wants it
         del self._reads[read]
-        left = read.part.progress.unfinished(read.blocks) if read.part.request.live else []
+        left = read.part.progress.unfinished(read.wanted) if read.part.request.live else []
         if left:
             self._stats.remote_failed += 1
             logger.debug("%s ended %s with %d blocks left", read.side, end.name, len(left))
@@ -203,20 +233,28 @@ class RemoteSide:
         if lost:
             self._lost(batch, part.request, ReadStatus.ABSENT.value)
         elif more:
-            self._read_locally(batch, part, more)
+            self._stats.hedged_bytes += self._read_locally(batch, part, more)
 
-    def _read_locally(self, batch: Batch, part: Part, blocks: Sequence[int]) -> None:
-        """Have this node read what is missing of some blocks, before anything new."""
+    def _read_locally(self, batch: Batch, part: Part, blocks: Sequence[int]) -> int:
+        """Have this node read what is missing of some blocks, before anything new; how much."""
         geometry, request = part.load.pool.geometry, part.request
         part.progress.ask(By.LOCAL, blocks)
         self._local[part] = (batch, time.monotonic())
-        most = self._pipeline.piece_bytes
+        most, options = self._pipeline.piece_bytes, self._pipeline.options
         reads: list[Read] = []
         size = 0
         for begin, end, first in part.progress.runs(blocks):
-            ranges = layer_ranges(geometry.layers - first, geometry.layer_bytes, most, most, most)
+            ranges = layer_ranges(
+                geometry.layers - first,
+                geometry.layer_bytes,
+                options.first_io_bytes,
+                options.io_bytes or most,
+                most,
+            )
             for low, high in ((first + a, first + b) for a, b in ranges):
-                step = max(1, most // RangeShape(geometry, low, high, header=True).stride)
+                fair = -(-(end - begin) // options.queue_depth)
+                stride = RangeShape(geometry, low, high, header=True).stride
+                step = max(1, min(most // stride, fair))
                 reads += [
                     Read(batch, part, at, min(at + step, end), low, high)
                     for at in range(begin, end, step)
@@ -226,7 +264,7 @@ class RemoteSide:
             self._pipeline.again(read)
         request.queued_bytes += size
         self._queue.add(size)
-        self._stats.hedged_bytes += size
+        return size
 
     # -- time -------------------------------------------------------------------------------
 
@@ -247,7 +285,7 @@ class RemoteSide:
                 self._paths.blame(read.side, Blame.LATE)
                 self._reads.pop(read)
                 self._pipeline.call(read.give_up)
-                left = read.part.progress.unfinished(read.blocks)
+                left = read.part.progress.unfinished(read.wanted)
                 self._take_over(read.batch, read.part, left)
                 self._advance(read.batch)
         for part, (batch, came) in list(self._local.items()):

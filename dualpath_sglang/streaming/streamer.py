@@ -283,8 +283,7 @@ class LayerStreamer:
         """This node as one that can read, without what it is to read for the batch."""
         theirs = sum(request.queued_bytes for request in batch.requests)
         queued = max(0, self._cache.read_queue.of_machine()[0] - theirs)
-        rate = 0.0 if self._pipeline.stalled else self._pipeline.meter.rate(time.monotonic())
-        return Side(LOCAL, queued, rate)
+        return Side(LOCAL, queued, self._pipeline.rate)
 
     @property
     def _stalled(self) -> bool:

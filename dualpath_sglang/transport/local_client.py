@@ -143,6 +143,10 @@ class LocalConnection:
             self._tell_end(fetch, end, None)
         return ours
 
+    def shut(self) -> None:
+        """End the connection and every fetch on it, soon."""
+        self._io.shut()
+
     def close(self) -> None:
         """End the connection and every fetch on it."""
         self._io.shut()

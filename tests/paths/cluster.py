@@ -10,7 +10,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,11 +21,13 @@ from dualpath_sglang.index.redis.settings import RedisSettings
 from dualpath_sglang.index.source import RedisSource
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.node.agent import Agent
-from dualpath_sglang.paths.peers import PathOptions, Peers, Policy
+from dualpath_sglang.paths.peers import Nearby, PathOptions, Peers, Policy
 from dualpath_sglang.streaming.options import StreamOptions
+from dualpath_sglang.transport.base import End, FetchRequest, Missing
 from dualpath_sglang.transport.handshake import VERSION
+from dualpath_sglang.transport.local_server import LocalServer
 from dualpath_sglang.transport.server import Server, ServerOptions
-from dualpath_storage import StoreOptions
+from dualpath_storage import Geometry, StoreOptions
 from tests.streaming.bed import MIB, Bed, Reads, eventually
 
 SECRET = b"of the cluster"
@@ -62,8 +64,17 @@ class DecodeNode:
             "protocol": VERSION,
             "read_queue_bytes": load.bytes,
             "read_queue_tokens": load.tokens,
+            "cached_bytes": self.agent.blocks.used_bytes,
             "up_s": self.told,
         }
+
+    def warm(self, of: Geometry, keys: Sequence[bytes]) -> None:
+        """Have blocks in memory, as after a fetch of another node."""
+        served = self.agent.serve(FetchRequest(of.id_bytes, keys, 0, of.layers, 20.0))
+        assert not isinstance(served, End)
+        with served as answer:
+            assert not [part for part in answer if isinstance(part, Missing)]
+        self.reads.seen.clear()
 
     def close(self) -> None:
         self.reads.also = None
@@ -120,6 +131,7 @@ class Cluster:
 
     Args:
         decode: how many decode nodes.
+        own: whether the prefill node has an agent of its own, whose memory it can read.
         policy: of the prefill node.
     """
 
@@ -129,6 +141,7 @@ class Cluster:
         url: str,
         *,
         decode: int = 1,
+        own: bool = False,
         policy: Policy = "split",
         memory_bytes: int = 64 * MIB,
         staging_bytes: int = 4 * MIB,
@@ -138,7 +151,8 @@ class Cluster:
         self.present = True
         """Whether the decode nodes are reported."""
         self.peers: Peers
-        options = PathOptions(policy, floor_bytes, secret=lambda _: SECRET)
+        self.own: DecodeNode | None = None
+        options = PathOptions(policy, floor_bytes, secret=lambda _: SECRET, own=self._own_agent)
 
         def paths(cache: KVCache) -> Peers:
             del cache
@@ -152,10 +166,19 @@ class Cluster:
         self._stack.callback(self._close_nodes)
         for i in range(decode):
             self.nodes.append(DecodeNode(f"d{i}", root, url, memory_bytes))
+        if own:
+            self.own = DecodeNode("own", root, url, memory_bytes)
+            self._stack.callback(self.own.close)
+            self.local = LocalServer(self.own.agent, root.parent / "own.sock")
+            self._stack.callback(self.local.close)
         self.connected(decode)
 
+    def _own_agent(self) -> Nearby | None:
+        return None if self.own is None else Nearby(self.own.name, self.local.path)
+
     def _reports(self) -> dict[str, Report]:
-        return {node.name: node.report() for node in self.nodes if self.present}
+        nodes = [*self.nodes, *([self.own] if self.own is not None else [])]
+        return {node.name: node.report() for node in nodes if self.present}
 
     def connected(self, count: int) -> None:
         """Until that many nodes can be asked."""
@@ -184,7 +207,8 @@ class Cluster:
 
     def idle(self) -> None:
         """Until nothing is queued anywhere, which also says that nothing was counted twice."""
-        queues = [self.prefill.cache.read_queue, *(n.cache.read_queue for n in self.nodes)]
+        nodes = [*self.nodes, *([self.own] if self.own is not None else [])]
+        queues = [self.prefill.cache.read_queue, *(n.cache.read_queue for n in nodes)]
         eventually(
             lambda: all((q.bytes, q.tokens) == (0, 0) for q in queues), "read queues are empty"
         )

@@ -16,7 +16,7 @@ from dualpath_sglang.paths.host_reader import HostReader
 from dualpath_sglang.pool import Pool
 from tests.paths.cluster import Cluster, flip_one_bit_after, stop_after
 from tests.paths.test_streaming_paths import failing
-from tests.streaming.bed import FILLER, block_bytes, chain, geometry
+from tests.streaming.bed import FILLER, block_bytes, chain, eventually, geometry
 from tests.support.redis_server import RedisServer
 
 COUNT = 24
@@ -96,6 +96,23 @@ def test_every_path_brings_the_same_bytes(
     assert (read.there == 0) == (policy in ("local", "shorter_queue"))
     if policy == "split":
         assert all(node.reads.total_bytes for node in read.nodes.nodes)
+    read.nodes.idle()
+
+
+@pytest.mark.parametrize("warm", [COUNT, 10])
+def test_what_the_machines_own_agent_has_in_memory_is_read_from_there(
+    host: Callable[..., Host], warm: int
+) -> None:
+    read = host(policy="split", own=True)
+    own = read.nodes.own
+    assert own is not None
+    own.warm(read.pool.geometry, read.keys[:warm])
+    eventually(lambda: read.nodes.peers.nearby(read.pool.geometry) is not None, "it is known")
+    assert all(read.read())
+    assert all(read.right())
+    assert own.reads.seen == []
+    assert read.nodes.local.counts["bytes"] == warm * read.pool.geometry.block_bytes
+    assert (read.here > 0, read.there > 0) == (warm < COUNT, warm < COUNT)
     read.nodes.idle()
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from dualpath_sglang.index import Report
 from dualpath_sglang.paths.peer import Peer
-from dualpath_sglang.paths.peers import PathOptions, Peers
+from dualpath_sglang.paths.peers import Nearby, PathOptions, Peers
 from dualpath_sglang.scheduling.paths import Share, Side
 from dualpath_sglang.streaming.other_paths import LOCAL, Blame
 from dualpath_sglang.transport.base import End, Load, StridedDestination
-from dualpath_sglang.transport.client import PeerAddress
+from dualpath_sglang.transport.client import Connection
 from dualpath_sglang.transport.handshake import VERSION
 from dualpath_sglang.transport.server import Server, ServerOptions
 from dualpath_storage import Geometry
@@ -43,7 +43,7 @@ class Fleet:
     reports: dict[str, Report] | None = field(default_factory=dict)
     servers: list[Server] = field(default_factory=list)
     secret: bytes = SECRET
-    own: str | None = None
+    own: Nearby | None = None
     asked: list[bool] = field(default_factory=list)
 
     def add(self, name: str, source: Blocks | None = None, **changes: Any) -> Server:
@@ -138,7 +138,7 @@ def test_only_agents_of_other_machines_that_speak_alike_are_used(
     fleet.add("right")
     fleet.add("a server", role="streaming")
     fleet.add("own")
-    fleet.own = "own"
+    fleet.own = Nearby("own")
     fleet.add("old", protocol=VERSION - 1)
     fleet.add("nowhere", address="")
     fleet.add("nonsense", address="host:port")
@@ -386,9 +386,13 @@ def test_what_others_bring_counts_only_when_hits_are_split() -> None:
         peers.close()
 
 
+def never(refused: bool, deadline: float) -> Connection:
+    raise AssertionError("nobody connects")
+
+
 def test_a_queue_gets_shorter_with_time() -> None:
     clock = [0.0]
-    peer = Peer("a", PeerAddress("h", 1), lambda _: b"", Counter(), clock=lambda: clock[0])
+    peer = Peer("a", "nowhere", never, Counter(), clock=lambda: clock[0])
     peer.read_rate = 100.0
     peer.said(Load(1000, 0))
     clock[0] = 4.0

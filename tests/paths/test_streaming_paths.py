@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from dualpath_sglang.streaming.load import Outcome
+from dualpath_sglang.transport.base import FetchRequest
 from tests.paths.cluster import Cluster, flip_one_bit_after, stop_after
-from tests.streaming.bed import Gate, Hit, block_bytes, eventually, geometry
+from tests.streaming.bed import Gate, Hit, block_bytes, chain, eventually, geometry
 from tests.support.redis_server import RedisServer
 
 FORMS = {"mha": 2, "mla": 1}
@@ -272,6 +273,50 @@ def test_staging_memory_of_a_few_layers_is_enough(cluster: Callable[..., Cluster
     assert nodes.prefill.load(hit)["r"].ok
     assert hit.wrong_pages() == []
     assert nodes.stats.staging_peak_bytes <= 1 << 20
+    nodes.idle()
+
+
+@pytest.mark.parametrize("warm", [24, 10, 0])
+@pytest.mark.parametrize("policy", ["split", "shorter_queue", "peer"])
+def test_what_the_machines_own_agent_has_in_memory_is_read_from_there(
+    cluster: Callable[..., Cluster], policy: str, warm: int
+) -> None:
+    nodes = cluster(policy=policy, own=True)
+    hit = a_hit(nodes)
+    assert nodes.own is not None
+    of, other = hit.pool.geometry, chain(2, 1)
+    nodes.prefill.write(hit.pool, other)
+    nodes.own.warm(of, hit.keys[:warm] or other)
+    eventually(lambda: nodes.peers.nearby(of) is not None, "the own agent is known")
+    assert nodes.prefill.load(hit)["r"].ok
+    assert hit.wrong_pages() == []
+    assert nodes.own.reads.seen == []
+    assert nodes.local.counts["bytes"] == warm * of.block_bytes
+    read = nodes.stats.read_bytes + sum(node.reads.total_bytes > 0 for node in nodes.nodes)
+    assert (read > 0) == (warm < 24)
+    if policy == "split" and warm == 10:
+        assert nodes.stats.read_bytes == pytest.approx(7 * of.block_bytes, abs=of.block_bytes)
+    nodes.idle()
+
+
+def test_an_own_agent_that_hangs_is_replaced(cluster: Callable[..., Cluster]) -> None:
+    nodes = cluster(policy="split", own=True)
+    hit = a_hit(nodes)
+    assert nodes.own is not None
+    nodes.own.warm(hit.pool.geometry, hit.keys)
+    eventually(lambda: nodes.peers.nearby(hit.pool.geometry) is not None, "it is known")
+    go_on = threading.Event()
+    serve = nodes.own.agent.serve
+
+    def hang(request: FetchRequest) -> Any:
+        go_on.wait(20.0)
+        return serve(request)
+
+    nodes.own.agent.serve = hang  # type: ignore[method-assign]
+    assert nodes.prefill.load(hit, seconds=4.0)["r"].ok
+    assert hit.wrong_pages() == []
+    assert nodes.stats.read_bytes == 24 * hit.pool.geometry.block_bytes
+    go_on.set()
     nodes.idle()
 
 
