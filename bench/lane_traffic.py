@@ -10,7 +10,7 @@
 | ``ask`` | one message after the other for MORE seconds; prints the seconds of each as JSON |
 | ``flood`` | bytes, as many as go, until it is killed |
 
-What listens prints ``up``.
+All but ``ask`` print ``up`` when they listen, or when bytes flow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from queue import SimpleQueue
 import xxhash
 
 from dualpath_sglang.transport.base import (
-    Destination,
     End,
     FetchRequest,
     Load,
@@ -36,6 +35,8 @@ from dualpath_sglang.transport.base import (
     PeerLostError,
     Piece,
     Served,
+    Span,
+    StridedDestination,
     TransportError,
 )
 from dualpath_sglang.transport.client import Connection, PeerAddress
@@ -46,6 +47,7 @@ _GEOMETRY_ID = b"lanes of a bench"
 _LAYERS, _BLOCKS, _LAYER_BYTES = 16, 4, 64 << 10
 _CONNECTIONS, _AT_A_TIME = 4, 2
 _TIMEOUT_S = 300.0
+_START_S = 60.0
 _FLOOD = b"f"
 
 
@@ -71,20 +73,23 @@ class _Answer:
     def __iter__(self) -> Iterator[Piece | Missing]:
         for layer in range(self._request.first_layer, self._request.end_layer):
             for block in range(len(self._request.keys)):
-                yield Piece(layer, block, [self._checksum], [self._layer])
+                span = Span(layer, layer + 1, block, 1)
+                yield Piece(span, [self._checksum], [self._layer])
 
     def cancel(self) -> None:
         """What it sends soon ends by itself."""
 
 
 class Told:
-    """How a fetch ended."""
+    """Whether bytes flow, and how a fetch ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, flows: threading.Event) -> None:
         self.end: End | None = None
+        self._flows = flows
 
-    def landed(self, layer: int, first: int, checksums: object) -> None:
-        del layer, first, checksums
+    def landed(self, span: Span, checksums: object) -> None:
+        del span, checksums
+        self._flows.set()
 
     def missing(self, blocks: object) -> None:
         raise AssertionError(f"blocks {blocks} are missing, and none is")
@@ -107,21 +112,25 @@ def serve_kv(address: str, port: int, dscp: int) -> None:
 def fetch_kv(address: str, port: int, dscp: int) -> None:
     """Until it is killed, or a fetch fails."""
     failed: SimpleQueue[str] = SimpleQueue()
-    for _ in range(_CONNECTIONS):
+    flows = [threading.Event() for _ in range(_CONNECTIONS)]
+    for flow in flows:
         connection = Connection(PeerAddress(address, port, dscp=dscp), time.monotonic() + 30)
         for _ in range(_AT_A_TIME):
-            threading.Thread(target=_fetch, args=(connection, failed), daemon=True).start()
-    sys.exit(failed.get())
+            threading.Thread(target=_fetch, args=(connection, flow, failed), daemon=True).start()
+    if all(flow.wait(_START_S) for flow in flows):
+        print("up", flush=True)
+        sys.exit(failed.get())
+    sys.exit("Nothing was fetched")
 
 
-def _fetch(connection: Connection, failed: SimpleQueue[str]) -> None:
+def _fetch(connection: Connection, flows: threading.Event, failed: SimpleQueue[str]) -> None:
     memory = memoryview(bytearray(_BLOCKS * _LAYERS * _LAYER_BYTES))
-    destination = Destination.of_blocks(memory, _LAYER_BYTES, _LAYERS)
+    destination = StridedDestination.of_blocks(memory, _LAYER_BYTES, _LAYERS)
     keys = [number.to_bytes(32, "big") for number in range(_BLOCKS)]
     request = FetchRequest(_GEOMETRY_ID, keys, 0, _LAYERS, _TIMEOUT_S)
     try:
         while True:
-            told = Told()
+            told = Told(flows)
             connection.fetch(request, destination, told).wait(_TIMEOUT_S)
             if told.end is not End.OK:
                 raise PeerLostError(f"it ended so: {told.end}")
@@ -180,6 +189,8 @@ def flood(address: str, port: int) -> None:
     with socket.create_connection((address, port), 30) as sock:
         sock.sendall(_FLOOD)
         _prefer_this_thread()
+        sock.sendall(bytes(8 << 20))  # more than what sockets hold
+        print("up", flush=True)
         while True:
             sock.sendall(bytes(1 << 17))
 

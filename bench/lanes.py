@@ -127,7 +127,7 @@ class Bed:
         address = _ADDRESSES[_DECODE][version]
         with (
             self._process(_DECODE, "serve-kv", address, _KV_PORT, DEFAULT_DSCP),
-            self._process(_PREFILL, "fetch-kv", address, _KV_PORT, DEFAULT_DSCP, listens=False),
+            self._process(_PREFILL, "fetch-kv", address, _KV_PORT, DEFAULT_DSCP),
         ):
             yield
 
@@ -137,7 +137,7 @@ class Bed:
         address = _ADDRESSES[_PREFILL][4]
         with (
             self._process(_PREFILL, "answer", address, _MODEL_PORT),
-            self._process(_DECODE, "flood", address, _MODEL_PORT, listens=False),
+            self._process(_DECODE, "flood", address, _MODEL_PORT),
         ):
             yield
 
@@ -164,15 +164,13 @@ class Bed:
         return kv, model
 
     @contextmanager
-    def _process(
-        self, host: str, role: str, address: str, port: int, *more: int, listens: bool = True
-    ) -> Iterator[None]:
+    def _process(self, host: str, role: str, address: str, port: int, *more: int) -> Iterator[None]:
         """One side of some traffic; it must still run at the end."""
         argv = ["-m", "bench.lane_traffic", role, address, str(port), *map(str, more)]
         process = self._popen(host, argv)
         assert process.stdout is not None
         try:
-            if listens and process.stdout.readline() != "up\n":
+            if process.stdout.readline() != "up\n":
                 raise BenchError(f"{role} did not start")
             yield
             if process.poll() is not None:
