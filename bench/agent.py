@@ -46,6 +46,7 @@ from dualpath_sglang.transport.local_server import LocalServer
 from dualpath_sglang.transport.server import Server
 from dualpath_sglang.transport.verify import bad_layer_blocks
 from dualpath_storage import Geometry, StoreOptions, pieces_of
+from dualpath_storage.memory import aligned
 
 LAYERS = 32
 _STEP_BYTES = 1 << 20
@@ -254,8 +255,11 @@ def measure(blocks: Blocks, root: Path, rounds: int) -> list[Row]:
 
 
 def written(size: int) -> memoryview:
-    """Memory that was written to, or the first to use it pays for its pages."""
-    memory = memoryview(bytearray(size))
+    """Memory as an engine's, on page borders: to copy to any other costs much more.
+
+    It was written to, or the first to use it would pay for its pages.
+    """
+    memory = aligned(size)[:size]
     memory[::4096] = b"\1" * len(memory[::4096])
     return memory
 

@@ -47,7 +47,7 @@ class _Read:
     Args:
         keys: of all, in the order of the chain.
         left: groups that are still to be read.
-        rows: what became of the blocks, for the cache's books.
+        places: of those that were read well, for the cache's books.
     """
 
     pool: Pool
@@ -56,7 +56,7 @@ class _Read:
     ranges: Sequence[tuple[int, int]]
     deadline: float
     left: int = 0
-    rows: dict[bytes, tuple[Placement | None, ReadStatus]] = field(default_factory=dict)
+    places: dict[bytes, Placement] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -229,8 +229,12 @@ class BlockReader:
                 break
         block.missing = result.status is not ReadStatus.OK
         self._cache.read_queue.add(-(of.layers - first) * of.layer_bytes)
+        if block.missing:
+            self._cache.report(read.pool, [(key, place, result.status)])
+            return
+        assert place is not None
         with read.lock:
-            read.rows[key] = (place, result.status)
+            read.places[key] = place
 
     def _drop(self, group: _Group, which: Sequence[int]) -> None:
         """These are over, in whatever way; the rest of the group goes on without them."""
@@ -260,12 +264,13 @@ class BlockReader:
         with read.lock:
             for block, place in zip(group.blocks, group.places, strict=True):
                 if block.whole:
-                    read.rows[block.name[1]] = (place, ReadStatus.OK)
+                    read.places[block.name[1]] = place
             read.left -= 1
             if read.left:
                 return
-        rows = [(key, *read.rows[key]) for key in read.keys if key in read.rows]
-        self._cache.report(read.pool, rows)
+        good = [(key, read.places[key], ReadStatus.OK) for key in read.keys if key in read.places]
+        if good:
+            self._cache.report(read.pool, good)
 
 
 def _groups(

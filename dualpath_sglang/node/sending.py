@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dualpath_sglang.node.block_cache import CachedBlock
 from dualpath_sglang.transport.base import Missing, Piece, Span
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 2 << 20
 
 
 class Sending:
