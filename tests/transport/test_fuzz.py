@@ -96,14 +96,19 @@ def sealed(seal: Seal, kind: Kind, number: int, rng: random.Random, content: byt
 # -- what takes frames apart ------------------------------------------------------------------
 
 
+HEAD = Head(Kind.FETCH, 1, length=7).pack()
+"""Of what is sealed: a seal covers it too."""
+
+
 def seal(key: bytes, content: bytes) -> bytes:
-    return content + Seal(key).over(content)
+    return content + Seal(key).over(HEAD, content)
 
 
 def opened(key: bytes, data: bytes) -> bytes:
     taker = Seal(key)
     content = data[: -taker.size]
     digest = taker.begin()
+    digest.update(HEAD)
     digest.update(content)
     taker.check(digest, data[-taker.size :])
     return content
