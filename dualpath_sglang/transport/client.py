@@ -61,6 +61,9 @@ class Connection:
         try:
             self._io.agree_on_tls(deadline)
             self._wire = Wire(self._io, greet(self._io, address.secret, deadline))
+        except TimeoutError as error:
+            self._io.close()
+            raise PeerLostError("the peer did not answer in time") from error
         except BaseException:
             self._io.close()
             raise
@@ -113,9 +116,9 @@ class Connection:
     def ask_load(self, timeout_s: float) -> Load | None:
         """The peer's read queue as it is now; also whether the peer is there at all.
 
-        A peer from which nothing whatever comes for two seconds after it was asked, or for
-        ``timeout_s`` if that is longer, is given up, and with it the connection. Not to be called
-        from a callback of a fetch, which would wait for itself.
+        A peer that was asked, and from which nothing whatever comes for two seconds, or for
+        ``timeout_s`` if that is longer, is given up, and with it the connection. A callback of a
+        fetch is not answered: it would wait for itself.
 
         Args:
             timeout_s: how long to wait for it.
@@ -131,11 +134,13 @@ class Connection:
             ask, new = self._ask, self._ask is None
             if ask is None:
                 self._number = self._free_number()
-                now = time.monotonic()
-                ask = self._ask = Ask(self._number, now, now + max(timeout_s, _DEAD_S))
-        if new and not self._send(Kind.PING, ask.number):
-            self._io.shut()  # its answer would be waited for
+                dead_s = max(timeout_s, _DEAD_S)
+                ask = self._ask = Ask(self._number, time.monotonic(), dead_s)
         end = time.monotonic() + timeout_s
+        if new and not self._send(Kind.PING, ask.number, deadline=end):
+            with self._lock:  # there was no turn for it; whoever comes next may try
+                self._ask = None
+            ask.done.set()
         while True:  # the thread that receives may be in the middle of a piece that does not come
             now = time.monotonic()
             if ask.done.wait(max(0.0, min(end - now, max(ask.dead_at - now, _LOOK_EVERY_S)))):
@@ -147,7 +152,7 @@ class Connection:
     def _give_up_if_dead(self) -> None:
         with self._lock:
             ask = self._ask
-        if ask is not None and time.monotonic() >= ask.dead_at and self._io.silent(ask.asked_at):
+        if ask is not None and time.monotonic() >= ask.dead_at and self._io.silent(ask.dead_s):
             self._verdict = "the peer was asked, and does not answer"
             self._io.shut()
 

@@ -99,12 +99,17 @@ class Ask:
 
     Args:
         number: of its PING.
-        dead_at: monotonic seconds at which a peer that has sent nothing at all since it was asked
-            is taken for dead.
+        asked_at: monotonic seconds.
+        dead_s: for how long the peer has to send nothing at all to be taken for dead.
     """
 
     number: int
     asked_at: float
-    dead_at: float
+    dead_s: float
     done: threading.Event = field(default_factory=threading.Event)
     load: Load | None = None
+
+    @property
+    def dead_at(self) -> float:
+        """Monotonic seconds before which the peer may take its time."""
+        return self.asked_at + self.dead_s

@@ -208,8 +208,6 @@ class Server:
                 sock, server_side=True, do_handshake_on_connect=False
             )
             peer.wrapped(sock)
-        if self.closed:  # it may have shut the socket before that
-            raise PeerLostError("the server closes")
         io = SocketIo(sock)
         io.agree_on_tls(deadline)
         seals = admit(io, self._options.secret, deadline, lambda: self._let_in(peer))

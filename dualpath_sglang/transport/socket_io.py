@@ -94,10 +94,10 @@ class SocketIo:
             except (OSError, ValueError) as error:
                 raise PeerLostError(f"TLS is not agreed on: {error}") from error
 
-    def silent(self, since: float) -> bool:
-        """Whether it is waited for the peer, and since then nothing at all has come."""
-        waiting_since = self._silent_since
-        if waiting_since is None or waiting_since > since:
+    def silent(self, least_s: float) -> bool:
+        """Whether it is waited for the peer, and nothing at all has come for so long."""
+        since = self._silent_since
+        if since is None or time.monotonic() - since < least_s:
             return False
         try:
             return not self._poll(select.POLLIN, 0.0)

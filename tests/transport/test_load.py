@@ -144,6 +144,32 @@ def test_a_peer_that_is_only_slow_to_say_is_kept() -> None:
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_peer_that_falls_silent_after_it_was_asked_is_given_up_as_well() -> None:
+    with RawPeer() as peer:
+        connection = peer.connected()
+        fetched = place_for(request_of(keys(3), timeout_s=60.0))
+        fetch = connection.fetch(fetched.request, fetched.destination, fetched)
+        assert connection.ask_load(0.05) is None
+        data = layer_block(fetched.request.keys[0], 0)
+        checksum = xxhash.xxh3_64_intdigest(data)
+        peer.sock.sendall(piece(peer.seal, fetch.number, 0, 0, data, checksum))
+        wait_until(lambda: fetched.got)
+        assert fetch.wait(SOON_S)
+        assert fetched.ends == [End.LOST]
+        connection.close()
+
+
+def test_a_question_that_cannot_be_sent_for_now_hurts_nobody(
+    serve: Callable[..., Server], connect: Callable[..., Connection]
+) -> None:
+    connection = connect(serve(Blocks()))
+    with connection._io.turn(0, time.monotonic() + SOON_S):
+        assert connection.ask_load(0.1) is None
+    assert connection.lost is None
+    assert connection.ask_load(SOON_S) == Load(12345, 678)
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_receiver_that_is_busy_itself_does_not_call_the_peer_dead(
     serve: Callable[..., Server], connect: Callable[..., Connection]
 ) -> None:

@@ -247,9 +247,10 @@ def test_a_frame_sent_back_to_its_sender_is_not_taken(
         return [whole]
 
     reflect = Attack(Kind.DATA, lambda head, rest: asked[:1])
-    fetched, *_ = fetched_over(serve, connect, SECRET, up=remember, down=reflect)
+    fetched, _, connection = fetched_over(serve, connect, SECRET, up=remember, down=reflect)
     assert reflect.done
     assert fetched.ends == [End.LOST]
+    assert "damaged" in str(connection.lost), "before anybody looks at what it says"
 
 
 def test_what_was_heard_of_another_connection_opens_none(
