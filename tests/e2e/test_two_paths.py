@@ -20,6 +20,8 @@ PROMPT = random_tokens(500, seed=1)
 OTHER = random_tokens(300, seed=2)
 WHOLE = len(PROMPT) // PAGE_TOKENS * PAGE_TOKENS
 AGENTS = ("d0", "d1")
+IO = {"page_first_direct": "direct", "layer_first": "direct", "page_first": "kernel"}
+"""What goes with the layouts of SGLang's host pool."""
 
 
 @dataclass
@@ -61,9 +63,12 @@ def metric(server: Server, name: str, **labels: str) -> float:
     )
 
 
-def case(policy: str, mode: str, kind: str, *, slow: bool = True) -> object:
+def case(
+    policy: str, mode: str, kind: str, *, slow: bool = True, layout: str = "page_first_direct"
+) -> object:
     marks = [pytest.mark.slow] if slow else []
-    return pytest.param((policy, mode, kind), id=f"{policy}-{mode}-{kind}", marks=marks)
+    name = f"{policy}-{mode}-{kind}" + (f"-{layout}" if layout != "page_first_direct" else "")
+    return pytest.param((policy, mode, kind, layout), id=name, marks=marks)
 
 
 CASES = [
@@ -77,6 +82,9 @@ CASES = [
     case("peer", "streaming", "deepseek_v2"),
     case("local", "streaming", "deepseek_v2"),
     case("split", "hicache", "deepseek_v2"),
+    case("split", "hicache", "qwen3", layout="layer_first"),
+    case("split", "hicache", "qwen3", layout="page_first"),
+    case("peer", "hicache", "deepseek_v2", layout="layer_first"),
 ]
 
 
@@ -86,7 +94,7 @@ def fleet(
     model: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Fleet]:
-    policy, mode, kind = request.param
+    policy, mode, kind, layout = request.param
     folder = tmp_path_factory.mktemp(f"{policy}-{mode}")
     root = folder / "store"
     with RedisServer() as redis:
@@ -116,7 +124,10 @@ def fleet(
             server = StreamingServer(model(kind), folder / "server", root=root, settings=settings)
         else:
             own = {**SETTINGS, **settings, "root": str(root), "prefetch_threshold": PAGE_TOKENS}
-            flags = [*hicache_flags("dualpath", own), "--enable-metrics"]
+            flags = [
+                *hicache_flags("dualpath", own, layout=layout, io=IO[layout]),
+                "--enable-metrics",
+            ]
             server = Server(model(kind), flags, log=folder / "server.log")
         with server:
             agents = {name: place.start(log=f"{name}.txt") for name, place in places.items()}
@@ -173,6 +184,7 @@ def test_other_bytes_in_the_store_change_the_answer(fleet: Fleet) -> None:
     fleet.server.flush()
     for name in AGENTS:  # what they have in memory is what was there
         fleet.agents[name].kill()
+    fleet.nodes(0)
     assert replace_blocks(fleet.root, fleet.url) > 0
     for name in AGENTS:
         fleet.agents[name] = fleet.places[name].start(log=f"{name}.txt")
