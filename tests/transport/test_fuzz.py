@@ -221,6 +221,7 @@ def to_a_client(cases: int, rng: random.Random, secret: bytes = b"") -> None:
                     peer.sock.shutdown(socket.SHUT_WR)
             if not fetch.wait(0.05):
                 connection.cancel(fetch, End.TIMEOUT)
+            assert fetch.wait(SOON_S)
             assert len(fetched.ends) == 1
             memory = fetched.destination.memory
             assert memory[:GUARD] == memory[-GUARD:] == bytes(GUARD), "beside the destination"

@@ -245,11 +245,16 @@ def test_a_process_that_stops_in_the_middle_of_a_layer_is_found_out(
     fetched = place_for(request_of(keys(500), timeout_s=60.0))
     memory = memoryview(bytearray(5 * 500 << 16))
     place = type(fetched.destination).of_layers(memory, 1 << 16, 500)
-    begun = threading.Event()
-    fetched.destination, fetched.on_landed = place, lambda *_: begun.set()
+    stopped = threading.Event()
+
+    def stop(*_: object) -> None:
+        if not stopped.is_set():
+            os.kill(pid, how)
+            stopped.set()
+
+    fetched.destination, fetched.on_landed = place, stop
     fetch = connection.fetch(fetched.request, place, fetched)
-    assert begun.wait(SOON_S)
-    os.kill(pid, how)
+    assert stopped.wait(SOON_S)
     try:
         assert connection.ask_load(0.1) is None or how is signal.SIGSTOP
         assert connection.ask_load(SOON_S) is None
