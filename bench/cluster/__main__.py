@@ -1,0 +1,250 @@
+"""The command line of :mod:`bench.cluster`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from bench.cluster.bed import Shape, bed
+from bench.cluster.driver import Figures, Playing, Reading, run
+from bench.cluster.systems import SYSTEMS
+from bench.cluster.workload import KINDS, Trajectory, Turn, generate, load_trace, windows
+from bench.measure import BenchError, write_rows
+from bench.netns import NetworkError, end_on_sigterm
+from dualpath_sglang.qos.rates import parse_rate
+
+ENGINE = "model"
+WORKLOADS = ("bandwidth", "io_bound", "compute_bound", "single")
+_MOST_TOKENS = 40_000
+_MOST_SHAPE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One system under one workload, see :class:`bench.cluster.driver.Figures`."""
+
+    system: str
+    engine: str
+    p: int
+    d: int
+    workload: str
+    aggregate_mbit_s: float
+    snic_max_avg: float
+    jct_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    snic_mbit_s: float
+    turns: int
+    short_pages: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How large workloads are.
+
+    Args:
+        trace: of other workloads by name.
+    """
+
+    quick: bool
+    seed: int
+    agents: int
+    turns: int
+    token_s: float
+    trace: Mapping[str, Sequence[Trajectory]]
+
+    def workload(self, name: str, shape: Shape) -> Reading | Playing:
+        """By its name.
+
+        Raises:
+            BenchError: there is none, or the trace does not suffice for it.
+        """
+        if name == "bandwidth":
+            seconds = 3.0 if self.quick else 12.0
+            return Reading("io_bound", 2, 3 if self.quick else 8, 64, seconds)
+        if name == "single":
+            count = 2 if self.quick else 5
+            alone = [Trajectory(f"single{i}", 1 << 14, [Turn(320, 0)]) for i in range(count)]
+            return Playing("io_bound", alone, 1, 0.0)
+        trace = self.trace.get(name) or generate(KINDS["32k"], 500, self.seed)
+        count = self.agents * shape.prefill
+        chosen = windows(trace, count, self.turns, self.seed, most_tokens=_MOST_TOKENS)
+        model = "compute_bound" if name == "compute_bound" else "io_bound"
+        return Playing(model, chosen, count, self.token_s)
+
+
+def shapes_of(text: str, storage_bit_s: float, ratio: float) -> list[Shape]:
+    """Out of ``1x1,2x4``.
+
+    Raises:
+        BenchError: that is not what it is.
+    """
+    shapes = []
+    for pair in text.split(","):
+        p, _, d = pair.strip().partition("x")
+        if not (p.isdecimal() and d.isdecimal() and int(p) and int(d)):
+            raise BenchError(f"Hosts are given as PxD, at least one of each, unlike {pair!r}")
+        if int(p) + int(d) > _MOST_SHAPE:
+            raise BenchError(f"{pair} is more than one machine can play")
+        shapes.append(Shape(int(p), int(d), storage_bit_s, ratio))
+    return shapes
+
+
+def names_of(text: str, known: Sequence[str], what: str) -> list[str]:
+    """Out of a list with commas.
+
+    Raises:
+        BenchError: one is not known.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise BenchError(f"There is no {what} {name}; there are {', '.join(known)}")
+    return names
+
+
+def row_of(system: str, shape: Shape, workload: str, found: Figures) -> Row:
+    """Rounded."""
+    return Row(
+        system=system,
+        engine=ENGINE,
+        p=shape.prefill,
+        d=shape.decode,
+        workload=workload,
+        aggregate_mbit_s=round(found.aggregate_mbit_s, 1),
+        snic_max_avg=round(found.snic_max_avg, 3),
+        jct_s=round(found.jct_s, 3),
+        ttft_p50_s=round(found.ttft(0.5), 4),
+        ttft_p99_s=round(found.ttft(0.99), 4),
+        snic_mbit_s=round(found.snic_mbit_s, 1),
+        turns=len(found.ttft_s),
+        short_pages=found.short_pages,
+        failed=found.failed,
+    )
+
+
+def table_of(rows: Sequence[Row], rate: str) -> Table:
+    """For people."""
+    table = Table(title=f"Storage NICs of {rate}")
+    columns = ("workload", "hosts", "system", "landed Mbit/s", "SNICs Mbit/s", "SNIC max/avg")
+    for column in (*columns, "JCT s", "TTFT p50 s", "p99 s", "failed"):
+        left = column in ("workload", "hosts", "system")
+        table.add_column(column, justify="left" if left else "right")
+    for row in rows:
+        table.add_row(
+            row.workload,
+            f"{row.p}P{row.d}D",
+            row.system,
+            f"{row.aggregate_mbit_s:.0f}",
+            f"{row.snic_mbit_s:.0f}",
+            f"{row.snic_max_avg:.2f}",
+            f"{row.jct_s:.1f}",
+            f"{row.ttft_p50_s:.3f}",
+            f"{row.ttft_p99_s:.3f}",
+            str(row.failed),
+        )
+    return table
+
+
+def main(
+    json: Annotated[Path | None, typer.Option(help="write the rows here")] = None,
+    systems: Annotated[str, typer.Option(help=f"of {', '.join(SYSTEMS)}")] = "basic,layerwise",
+    pd: Annotated[str, typer.Option(help="prefill x decode hosts")] = "1x1,1x2,2x4",
+    workloads: Annotated[
+        str, typer.Option(help=f"of {', '.join(WORKLOADS)}, trace (see --trace)")
+    ] = ",".join(WORKLOADS),
+    trace: Annotated[
+        Path | None, typer.Option(help="play trajectories of this file: the workload trace")
+    ] = None,
+    storage_rate: Annotated[str, typer.Option(help="of a storage NIC")] = "200mbit",
+    compute_ratio: Annotated[
+        float, typer.Option(min=0.1, help="of a compute NIC's rate to a storage NIC's")
+    ] = 8.0,
+    agents: Annotated[int | None, typer.Option(min=1, help="for each prefill host")] = None,
+    turns: Annotated[int | None, typer.Option(min=1, help="of each agent")] = None,
+    decode_ms: Annotated[float, typer.Option(min=0, help="of a generated token")] = 2.0,
+    seed: Annotated[int, typer.Option(help="of the trajectories")] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="seconds, for a first look")] = False,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="where the store is put; default: /tmp")
+    ] = None,
+) -> None:
+    """Measure the second path in a cluster of network namespaces. Needs root."""
+    end_on_sigterm()
+    console = Console(stderr=True)
+    try:
+        rate = parse_rate(storage_rate)
+        shapes = shapes_of(pd, rate, compute_ratio)
+        chosen = names_of(systems, SYSTEMS, "system")
+        loads = names_of(workloads, [*WORKLOADS, "trace"], "workload")
+        if "trace" in loads and trace is None:
+            raise BenchError("The workload trace needs a file: --trace FILE")
+        traces = {} if trace is None else {"trace": load_trace(trace)}
+        if trace is not None and "trace" not in loads:
+            loads.append("trace")
+        plan = Plan(
+            quick, seed, agents or (3 if quick else 12), turns or (2 if quick else 6),
+            decode_ms / 1000, traces,
+        )  # fmt: skip
+        where = directory or Path(tempfile.gettempdir())
+        rows = measure(plan, shapes, chosen, loads, where, console)
+    except (BenchError, NetworkError, ValueError) as error:
+        console.print(str(error), style="red", markup=False)
+        raise typer.Exit(1) from None
+    Console().print(table_of(rows, storage_rate))
+    if json is not None:
+        write_rows(json, rows)
+    if any(row.failed for row in rows):
+        console.print("Some hits could not be loaded", style="red")
+        raise typer.Exit(1)
+
+
+def measure(
+    plan: Plan,
+    shapes: Sequence[Shape],
+    systems: Sequence[str],
+    workloads: Sequence[str],
+    directory: Path,
+    console: Console,
+) -> list[Row]:
+    """Every system under every workload, each in hosts of its own.
+
+    Raises:
+        BenchError, NetworkError: one could not be run.
+    """
+    rows = []
+    with console.status("starting") as status:
+        for shape in shapes:
+            for name in workloads:
+                workload = plan.workload(name, shape)
+                for system in systems:
+                    if system == "oracle" and isinstance(workload, Reading):
+                        continue  # it reads nothing
+                    progress = _progress(status.update, f"{name} {shape.name} {system}")
+                    progress("starting the hosts")
+                    with bed(shape, workload.model, system, directory) as hosts:
+                        found = run(workload, hosts, progress)
+                    row = row_of(system, shape, name, found)
+                    rows.append(row)
+                    console.print(
+                        f"{name} {shape.name} {system}: {row.aggregate_mbit_s:.0f} Mbit/s, "
+                        f"JCT {row.jct_s:.1f} s",
+                        style="dim",
+                    )
+    return rows
+
+
+def _progress(update: Callable[[str], None], what: str) -> Callable[[str], None]:
+    return lambda text: update(f"{what}: {text}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,109 @@
+"""The cluster's bench: it runs through its command line, and notices what it must. Needs root."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from bench.cluster.__main__ import Row
+from bench.cluster.bed import Shape, bed
+from bench.cluster.driver import Playing, fill, run
+from bench.cluster.model import MODELS
+from bench.cluster.workload import Trajectory, Turn
+
+ROOT = Path(__file__).parents[2]
+NOBODY = """
+import os, typer
+from bench.cluster.__main__ import main
+os.geteuid = lambda: 65534  # who really is somebody else may not even read this Python
+typer.run(main)
+"""
+COMMAND = [sys.executable, "-m", "bench.cluster"]
+
+
+def quiet(text: str) -> None:
+    del text
+
+
+def test_the_command_writes_rows(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    options = (
+        f"--quick --pd 1x1 --systems basic,layerwise,oracle --workloads bandwidth,io_bound "
+        f"--agents 2 --turns 1 --json {out} --dir {tmp_path}"
+    )
+    done = subprocess.run(
+        [*COMMAND, *options.split()], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())
+    assert [(row["workload"], row["system"]) for row in rows] == [
+        ("bandwidth", "basic"),
+        ("bandwidth", "layerwise"),
+        ("io_bound", "basic"),
+        ("io_bound", "layerwise"),
+        ("io_bound", "oracle"),
+    ]
+    for row in rows:
+        assert set(row) == {field.name for field in fields(Row)}
+        assert (row["engine"], row["p"], row["d"], row["failed"]) == ("model", 1, 1, 0)
+        assert row["aggregate_mbit_s"] <= 200, "no more than the PE's NIC brings"
+    by_system = {(row["workload"], row["system"]): row for row in rows}
+    for row in rows[:2]:
+        assert row["aggregate_mbit_s"] > 0
+        assert row["snic_max_avg"] == pytest.approx(2.0, abs=0.1), "the DE's NIC is idle"
+    assert by_system["io_bound", "oracle"]["aggregate_mbit_s"] == 0
+    for system in ("basic", "layerwise"):
+        row = by_system["io_bound", system]
+        assert row["turns"] == 2
+        assert row["jct_s"] > by_system["io_bound", "oracle"]["jct_s"] > 0
+        assert 0 < row["ttft_p50_s"] <= row["ttft_p99_s"]
+    assert list(tmp_path.iterdir()) == [out], "nothing is left behind"
+
+
+@pytest.mark.parametrize("system", ["basic", "layerwise"])
+def test_a_damaged_store_is_noticed_and_computed_around(tmp_path: Path, system: str) -> None:
+    page = MODELS["compute_bound"].page_tokens
+    agents = [Trajectory(f"a{i}", 8 * page, [Turn(page, 0)]) for i in range(2)]
+    with bed(Shape(1, 1), "compute_bound", system, tmp_path) as hosts:
+        fill(hosts, [("a1", 8)], quiet)
+        for path in hosts.root.glob("*/seg-*"):
+            data = bytearray(path.read_bytes())
+            # Behind the stamp of the first Layer Block: only its checksum tells.
+            at = MODELS["compute_bound"].geometry.slot_bytes * 3 + 4096 + 1000
+            data[at] ^= 1
+            path.write_bytes(data)
+        found = run(Playing("compute_bound", agents, 1, 0.0), hosts, quiet)
+    assert found.failed == 1
+    assert len(found.ttft_s) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_run_is_said_in_a_sentence(tmp_path: Path) -> None:
+    def said(*options: str, command: Sequence[str] = COMMAND) -> str:
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'storage'}", "COLUMNS": "300"}
+        done = subprocess.run(
+            [*command, "--dir", str(tmp_path), *options],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=environment,
+        )
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        return done.stderr
+
+    assert "There is no system fast" in said("--systems", "fast")
+    assert "There is no workload fast" in said("--workloads", "fast")
+    assert "PxD" in said("--pd", "2")
+    assert "A rate is a number and a unit" in said("--storage-rate", "fast")
+    assert "--trace FILE" in said("--workloads", "trace")
+    assert "Network namespaces need root" in said("--quick", command=[sys.executable, "-c", NOBODY])
+    assert list(tmp_path.iterdir()) == []
