@@ -44,6 +44,7 @@ class Row:
     turns: int
     short_pages: int
     failed: int
+    from_memory: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Plan:
         """
         if name == "bandwidth":
             seconds = 3.0 if self.quick else 12.0
-            return Reading("io_bound", 2, 3 if self.quick else 8, 64, seconds)
+            return Reading("io_bound", 2, 6 if self.quick else 8, 64, seconds)
         if name == "single":
             count = 2 if self.quick else 5
             alone = [Trajectory(f"single{i}", 1 << 14, [Turn(320, 0)]) for i in range(count)]
@@ -128,6 +129,7 @@ def row_of(system: str, shape: Shape, workload: str, found: Figures) -> Row:
         turns=len(found.ttft_s),
         short_pages=found.short_pages,
         failed=found.failed,
+        from_memory=found.from_memory,
     )
 
 
@@ -230,7 +232,8 @@ def measure(
                         continue  # it reads nothing
                     progress = _progress(status.update, f"{name} {shape.name} {system}")
                     progress("starting the hosts")
-                    with bed(shape, workload.model, system, directory) as hosts:
+                    memory = workload.agent_bytes
+                    with bed(shape, workload.model, system, directory, memory) as hosts:
                         found = run(workload, hosts, progress)
                     row = row_of(system, shape, name, found)
                     rows.append(row)

@@ -34,7 +34,6 @@ class Shape:
     Args:
         prefill, decode: hosts of each kind.
         storage_bit_s: rate of a storage NIC; a compute NIC has ``compute_ratio`` times that.
-        agent_bytes: memory of a DE's agent.
         loads: hits that a PE loads at a time.
     """
 
@@ -42,7 +41,6 @@ class Shape:
     decode: int
     storage_bit_s: float = 200e6
     compute_ratio: float = 8.0
-    agent_bytes: int = 64 << 20
     loads: int = 4
 
     @property
@@ -74,10 +72,11 @@ class Bed:
 
 
 @contextlib.contextmanager
-def bed(shape: Shape, model: str, system: str, directory: Path) -> Iterator[Bed]:
+def bed(shape: Shape, model: str, system: str, directory: Path, agent_bytes: int) -> Iterator[Bed]:
     """Hosts that have nothing in their store yet.
 
     Args:
+        agent_bytes: memory for blocks of each DE's agent.
         directory: where the store is put for the time.
 
     Raises:
@@ -103,7 +102,7 @@ def bed(shape: Shape, model: str, system: str, directory: Path) -> Iterator[Bed]
             peers.append(Peer(host, process))
             return peers[-1]
 
-        there = HostSpec(_STORE_HOST, model, str(root), redis, agent_bytes=shape.agent_bytes)
+        there = HostSpec(_STORE_HOST, model, str(root), redis, agent_bytes=agent_bytes)
         spec = replace(there, blocks=blocks, system=system, loads=shape.loads)
         store = start("decode", _STORE_HOST, there)
         store.ready(_START_S)  # it makes the store

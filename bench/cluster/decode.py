@@ -6,21 +6,26 @@ writes: so the pages of a run are there before it begins.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from bench.cluster.lines import Answer, Driver, Message
 from bench.cluster.model import Contents, key, keys
-from bench.cluster.spec import HostSpec, open_cache
+from bench.cluster.spec import DSCP, HostSpec, open_cache
+from dualpath_sglang.index import IndexUnavailableError
 from dualpath_sglang.kvcache import WriteResult
 from dualpath_sglang.node.agent import Agent
+from dualpath_sglang.transport.handshake import VERSION
 from dualpath_sglang.transport.server import Server, ServerOptions
 
 _WRITERS = 2
 _BATCH = 16
-_DSCP = 8
+_REPORT_S, _REPORT_TTL_S = 0.5, 5.0
 _THERE = (WriteResult.STORED, WriteResult.PRESENT)
 
 
@@ -32,16 +37,48 @@ class Decode:
         self._pool = self._opened.cache.attach(spec.computed.geometry)
         self._contents = Contents(spec.computed.geometry)
         self._executor = ThreadPoolExecutor(_WRITERS, "write")
+        self._began = time.monotonic()
+        self._over = threading.Event()
         self._agent: Agent | None = None
         self._server: Server | None = None
         if spec.blocks is not None:
             self._agent = Agent(self._opened.cache, spec.agent_bytes, spec.stream_options())
-            self._server = Server(self._agent, ServerOptions(host=spec.address, dscp=_DSCP))
+            self._server = Server(self._agent, ServerOptions(host=spec.address, dscp=DSCP))
+            self._report(spec.name, f"{spec.address}:{self._server.port}")  # before anybody asks
+            threading.Thread(
+                target=self._go_on_reporting,
+                args=(spec.name, f"{spec.address}:{self.port}"),
+                name="report",
+                daemon=True,
+            ).start()
 
     @property
     def port(self) -> int:
         """Where the agent listens."""
         return 0 if self._server is None else self._server.port
+
+    def _go_on_reporting(self, name: str, address: str) -> None:
+        while not self._over.wait(_REPORT_S):
+            with contextlib.suppress(IndexUnavailableError):
+                self._report(name, address)
+
+    def _report(self, name: str, address: str) -> None:
+        """Tell all nodes what ``dualpath node`` tells."""
+        queue = self._opened.cache.read_queue
+        self._opened.cache.index.report(
+            f"{name}:node:{name}",
+            {
+                "role": "node",
+                "host": name,
+                "node_id": name,
+                "address": address,
+                "protocol": VERSION,
+                "up_s": round(time.monotonic() - self._began, 3),
+                "read_queue_bytes": queue.bytes,
+                "read_queue_tokens": queue.tokens,
+            },
+            _REPORT_TTL_S,
+        )
 
     def write(self, request: Message, answer: Answer) -> None:
         """Store pages of a trajectory: ``trajectory``, ``first``, ``end``."""
@@ -75,6 +112,7 @@ class Decode:
 
     def close(self) -> None:
         """End everything."""
+        self._over.set()
         self._executor.shutdown(cancel_futures=True)
         if self._server is not None:
             self._server.close()

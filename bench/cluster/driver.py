@@ -30,6 +30,7 @@ class Reading:
         readers: of each PE, at a time.
         hits: of each reader, in turn, over and over.
         pages: of each hit.
+        agent_bytes: so little that no hit is in a DE's memory when it is read once more.
         seconds: after which no more hits are begun; those under way end, and count.
     """
 
@@ -38,6 +39,7 @@ class Reading:
     hits: int
     pages: int
     seconds: float
+    agent_bytes: int = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,14 @@ class Playing:
         agents: their trajectories, which the store has up to their start.
         at_once: agents at a time; the next begins when one is through.
         token_s: of a generated token.
+        agent_bytes: memory of each DE: what it reads must have room there on its way.
     """
 
     model: str
     agents: Sequence[Trajectory]
     at_once: int
     token_s: float
+    agent_bytes: int = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class Figures:
         ttft_s: of each turn.
         short_pages: pages of contexts that were not yet in the store when they were asked for.
         failed: hits of which something was missing or damaged; they were computed.
+        from_memory: blocks that a DE had in memory when it was asked for them.
     """
 
     aggregate_mbit_s: float
@@ -77,6 +82,7 @@ class Figures:
     ttft_s: Sequence[float] = ()
     short_pages: int = 0
     failed: int = 0
+    from_memory: int = 0
 
     def ttft(self, share: float) -> float:
         """A percentile of the times to first token, 0 when there are none."""
@@ -257,7 +263,8 @@ def _play(work: Playing, bed: Bed, progress: Progress) -> Figures:
     _check_wrong(stats)
     landed = sum(row["landed_bytes"] for row in stats)
     received = sum(nics.bytes)
-    if not _total(bed.decode, "hits"):
+    from_memory = _total(bed.decode, "hits")
+    if not from_memory:
         _check_landed(landed, received)
     return Figures(
         _mbit(landed / took),
@@ -267,6 +274,7 @@ def _play(work: Playing, bed: Bed, progress: Progress) -> Figures:
         [turn.ttft_s for turn in play.turns],
         sum(turn.short_pages for turn in play.turns),
         sum(not turn.ok for turn in play.turns),
+        from_memory,
     )
 
 

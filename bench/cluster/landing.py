@@ -62,13 +62,13 @@ class CheckedTarget:
 
     def land(self, staged: Staged) -> Landed:
         shape = staged.shape
+        size = shape.geometry.layer_bytes
         layers = range(shape.first, shape.end)
-        wrong = sum(
-            self._contents.wrong(
-                self._names[staged.begin + i], layer, shape.layer(staged.memory, i, layer)
-            )
-            for i in range(staged.count)
-            for layer in layers
-        )
-        self._tally.add(staged.count * shape.payload_bytes, wrong)
+        wrong = 0
+        for i in range(staged.count):
+            name, at = self._names[staged.begin + i], i * shape.stride + shape.lead
+            for layer in layers:
+                wrong += self._contents.wrong(name, layer, staged.memory[at : at + size])
+                at += size
+        self._tally.add(staged.count * len(layers) * size, wrong)
         return DONE

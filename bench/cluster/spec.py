@@ -21,6 +21,8 @@ _SEGMENT_BYTES = 32 * MIB
 _LOOKUP_S = 2.0
 _IO_S = 20.0
 _DEPTH = 8
+DSCP = 8
+"""Of what agents send."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class HostSpec:
     blocks: tuple[str, int] | None = None
     address: str = ""
     system: str = ""
-    agent_bytes: int = 64 * MIB
+    agent_bytes: int = 0
     loads: int = 4
     peers: Sequence[Peering] = ()
 

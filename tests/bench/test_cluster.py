@@ -71,7 +71,7 @@ def test_the_command_writes_rows(tmp_path: Path) -> None:
 def test_a_damaged_store_is_noticed_and_computed_around(tmp_path: Path, system: str) -> None:
     page = MODELS["compute_bound"].page_tokens
     agents = [Trajectory(f"a{i}", 8 * page, [Turn(page, 0)]) for i in range(2)]
-    with bed(Shape(1, 1), "compute_bound", system, tmp_path) as hosts:
+    with bed(Shape(1, 1), "compute_bound", system, tmp_path, 16 << 20) as hosts:
         fill(hosts, [("a1", 8)], quiet)
         for path in hosts.root.glob("*/seg-*"):
             data = bytearray(path.read_bytes())
