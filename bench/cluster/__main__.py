@@ -158,7 +158,7 @@ def table_of(rows: Sequence[Row], rate: str) -> Table:
 
 def main(
     json: Annotated[Path | None, typer.Option(help="write the rows here")] = None,
-    systems: Annotated[str, typer.Option(help=f"of {', '.join(SYSTEMS)}")] = "basic,layerwise",
+    systems: Annotated[str, typer.Option(help=f"of {', '.join(SYSTEMS)}")] = ",".join(SYSTEMS),
     pd: Annotated[str, typer.Option(help="prefill x decode hosts")] = "1x1,1x2,2x4",
     workloads: Annotated[
         str, typer.Option(help=f"of {', '.join(WORKLOADS)}, trace (see --trace)")

@@ -14,14 +14,16 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from bench.cluster.landing import CheckedSink, Tally
 from bench.cluster.model import Contents
-from bench.cluster.spec import HostSpec
+from bench.cluster.spec import DSCP, HostSpec
 from bench.measure import BenchError
+from dualpath_sglang.index import IndexUnavailableError, Report
 from dualpath_sglang.kvcache import KVCache
+from dualpath_sglang.paths.peers import PathOptions, Peers, Policy
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.streaming.load import Load, LoadRequest, PoolLoad
 from dualpath_sglang.streaming.streamer import LayerStreamer
@@ -29,6 +31,8 @@ from dualpath_storage import pieces_of
 
 SYSTEMS = ("basic", "layerwise", "dualpath", "split", "oracle")
 LOAD_S = 60.0
+_POLICIES: Mapping[str, Policy] = {"dualpath": "shorter_queue", "split": "split"}
+_FLOOR_BYTES = 1 << 20
 
 
 class Hit(Protocol):
@@ -62,7 +66,7 @@ def make_system(spec: HostSpec, cache: KVCache, pool: Pool, tally: Tally) -> Sys
         spec: ``system``, and ``peers``, the agents that may be asked.
 
     Raises:
-        BenchError: there is no such system (yet).
+        BenchError: there is no such system, or an agent cannot be reached.
     """
     if spec.system == "oracle":
         return Oracle()
@@ -70,9 +74,34 @@ def make_system(spec: HostSpec, cache: KVCache, pool: Pool, tally: Tally) -> Sys
         return Basic(cache, pool, tally)
     if spec.system == "layerwise":
         return Streaming(LayerStreamer(cache, spec.stream_options()), pool, tally)
-    # ``dualpath`` and ``split``: a Streaming whose LayerStreamer is given the other paths, made
-    # from spec.peers and the rule (shorter queue, split).
-    raise BenchError(f"The system {spec.system} cannot be run yet")
+    peers = _reached(spec, cache)
+    return Streaming(LayerStreamer(cache, spec.stream_options(), paths=peers), pool, tally, peers)
+
+
+def _reached(spec: HostSpec, cache: KVCache) -> Peers:
+    """The agents of the DEs, all of them connected.
+
+    Raises:
+        BenchError: there is no such system, or one does not answer.
+    """
+    policy = _POLICIES.get(spec.system)
+    if policy is None:
+        raise BenchError(f"There is no system {spec.system}")
+
+    def reports() -> Mapping[str, Report] | None:
+        try:
+            return cache.index.nodes()
+        except IndexUnavailableError:
+            return None
+
+    peers = Peers(reports, PathOptions(policy, floor_bytes=_FLOOR_BYTES, dscp=DSCP))
+    end = time.monotonic() + LOAD_S
+    while peers.connected < len(spec.peers):
+        if time.monotonic() > end:
+            peers.close()
+            raise BenchError(f"{spec.name} does not reach all {len(spec.peers)} agents")
+        time.sleep(0.05)
+    return peers
 
 
 class Oracle:
@@ -140,8 +169,11 @@ class Basic:
 class Streaming:
     """See the module."""
 
-    def __init__(self, streamer: LayerStreamer, pool: Pool, tally: Tally) -> None:
+    def __init__(
+        self, streamer: LayerStreamer, pool: Pool, tally: Tally, peers: Peers | None = None
+    ) -> None:
         self._streamer = streamer
+        self._peers = peers
         self._pool = pool
         self._tally = tally
         self._contents = Contents(pool.geometry)
@@ -158,6 +190,8 @@ class Streaming:
 
     def close(self) -> None:
         self._streamer.close()
+        if self._peers is not None:
+            self._peers.close()
 
 
 class _Streamed:

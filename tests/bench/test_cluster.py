@@ -16,6 +16,7 @@ from bench.cluster.__main__ import Row
 from bench.cluster.bed import Shape, bed
 from bench.cluster.driver import Playing, fill, run
 from bench.cluster.model import MODELS
+from bench.cluster.systems import SYSTEMS
 from bench.cluster.workload import Trajectory, Turn
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,7 @@ def quiet(text: str) -> None:
 def test_the_command_writes_rows(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     options = (
-        f"--quick --pd 1x1 --systems basic,layerwise,oracle --workloads bandwidth,io_bound "
+        f"--quick --pd 1x1 --systems {','.join(SYSTEMS)} --workloads bandwidth,io_bound "
         f"--agents 2 --turns 1 --json {out} --dir {tmp_path}"
     )
     done = subprocess.run(
@@ -44,22 +45,22 @@ def test_the_command_writes_rows(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())
     assert [(row["workload"], row["system"]) for row in rows] == [
-        ("bandwidth", "basic"),
-        ("bandwidth", "layerwise"),
-        ("io_bound", "basic"),
-        ("io_bound", "layerwise"),
-        ("io_bound", "oracle"),
+        *(("bandwidth", system) for system in SYSTEMS if system != "oracle"),
+        *(("io_bound", system) for system in SYSTEMS),
     ]
     for row in rows:
         assert set(row) == {field.name for field in fields(Row)}
         assert (row["engine"], row["p"], row["d"], row["failed"]) == ("model", 1, 1, 0)
-        assert row["aggregate_mbit_s"] <= 200, "no more than the PE's NIC brings"
+        both = row["system"] in ("dualpath", "split")
+        assert row["aggregate_mbit_s"] <= (400 if both else 200), "no more than the NICs bring"
     by_system = {(row["workload"], row["system"]): row for row in rows}
-    for row in rows[:2]:
+    for row in rows[:4]:
         assert row["aggregate_mbit_s"] > 0
+    for row in rows[:2]:
         assert row["snic_max_avg"] == pytest.approx(2.0, abs=0.1), "the DE's NIC is idle"
+    assert rows[3]["snic_max_avg"] < 1.9, "both NICs read"
     assert by_system["io_bound", "oracle"]["aggregate_mbit_s"] == 0
-    for system in ("basic", "layerwise"):
+    for system in ("basic", "layerwise", "dualpath", "split"):
         row = by_system["io_bound", system]
         assert row["turns"] == 2
         assert row["jct_s"] > by_system["io_bound", "oracle"]["jct_s"] > 0
@@ -67,7 +68,7 @@ def test_the_command_writes_rows(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [out], "nothing is left behind"
 
 
-@pytest.mark.parametrize("system", ["basic", "layerwise"])
+@pytest.mark.parametrize("system", ["basic", "layerwise", "split"])
 def test_a_damaged_store_is_noticed_and_computed_around(tmp_path: Path, system: str) -> None:
     page = MODELS["compute_bound"].page_tokens
     agents = [Trajectory(f"a{i}", 8 * page, [Turn(page, 0)]) for i in range(2)]
