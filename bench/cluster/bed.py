@@ -23,6 +23,7 @@ _STORE_HOST = "s0"
 _NET = {STORAGE: "10.81.0", COMPUTE: "10.82.0", CONTROL: "10.83.0"}
 _BLOCKS_PORT, _REDIS_PORT = 9000, 6379
 _START_S = 60.0
+_MTU = 9000
 _PREFIX = ".bench-cluster-"
 _HERE = Path(__file__).resolve().parents[2]
 
@@ -165,6 +166,16 @@ def _connect(net: Network, shape: Shape) -> None:
             continue
         net.join(name, STORAGE, f"{_address(name, STORAGE, shape)}/24", f"{storage:.0f}bit")
         net.join(name, COMPUTE, f"{_address(name, COMPUTE, shape)}/24", f"{compute:.0f}bit")
+    _jumbo(net, shape)
+
+
+def _jumbo(net: Network, shape: Shape) -> None:
+    """Large packets, as such networks have: each costs the processors as much as a small one."""
+    for name in [_STORE_HOST, *_names("p", shape.prefill), *_names("d", shape.decode)]:
+        for network in (STORAGE,) if name == _STORE_HOST else (STORAGE, COMPUTE):
+            for port in net.cable(name, network).ports:
+                argv = ["ip", "-n", port.namespace, "link", "set", port.device, "mtu", str(_MTU)]
+                subprocess.run(argv, check=True, capture_output=True, timeout=_START_S)
 
 
 def _redis(net: Network) -> str:

@@ -132,8 +132,7 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
     """
     sock.setblocking(True)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
     seconds = int(timeout_s)
     patience = struct.pack("ll", seconds, int(1e6 * (timeout_s - seconds)))
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):

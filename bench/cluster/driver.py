@@ -18,6 +18,7 @@ from bench.measure import BenchError, percentile
 _ANSWER_S = 30.0
 _TURN_S = 180.0
 _STORE_S = 120.0
+_MOST_FROM_MEMORY = 0.01
 
 Progress = Callable[[str], None]
 
@@ -136,15 +137,20 @@ def _read(work: Reading, bed: Bed, progress: Progress) -> Figures:
         ends = [peer.result(answer, _TURN_S) for peer, answer in halted]
     stats = [peer.ask("stats", _ANSWER_S) for peer in bed.prefill]
     _check_wrong(stats)
-    if from_memory := _total(bed.decode, "hits"):
-        raise BenchError(f"{from_memory} blocks came from memory: that is no bandwidth of storage")
     landed, received = [row["landed_bytes"] for row in stats], sum(nics.bytes)
+    # A few are asked for twice, when somebody else is late.
+    from_memory = _total(bed.decode, "hits")
+    size = from_memory * MODELS[work.model].geometry.block_bytes
+    if size > _MOST_FROM_MEMORY * sum(landed):
+        raise BenchError(f"{from_memory} blocks came from memory: that is no bandwidth of storage")
     _check_landed(sum(landed), received)
     # Each PE by its own time: it does not wait for the last one's last hit.
     rate = sum(size / end["took_s"] for size, end in zip(landed, ends, strict=True))
     took = max(end["took_s"] for end in ends)
     missed = sum(end["missed"] for end in ends)
-    return Figures(_mbit(rate), nics.spread, _mbit(received / took), failed=missed)
+    return Figures(
+        _mbit(rate), nics.spread, _mbit(received / took), failed=missed, from_memory=from_memory
+    )
 
 
 # -- trajectories ---------------------------------------------------------------------------

@@ -29,12 +29,20 @@ class Link:
         address: host and port.
         connections: at a time; who finds all in use waits.
         timeout_s: of each request, the wait for a connection included.
+        window_bytes: that may be on the way on each connection. No more than a shaped link's queue
+            holds should be on all of them: what it drops is sent again, and takes time that no
+            storage network would.
     """
 
     def __init__(
-        self, address: tuple[str, int], connections: int = 4, timeout_s: float = 10.0
+        self,
+        address: tuple[str, int],
+        connections: int = 4,
+        timeout_s: float = 10.0,
+        window_bytes: int = 32 << 10,
     ) -> None:
         self.address = address
+        self._window_bytes = window_bytes
         self.read_bytes = 0
         """That have come, whatever they were asked for."""
         self._timeout_s = timeout_s
@@ -79,8 +87,7 @@ class Link:
             with self._lock:
                 sock = self._idle.pop() if self._idle else None
             if sock is None:
-                sock = socket.create_connection(self.address, max(0.001, _left(deadline)))
-                tune(sock, self._timeout_s)
+                sock = self._connect(deadline)
             try:
                 yield sock
             except ServerError:
@@ -98,6 +105,18 @@ class Link:
             raise OSError(_UNAVAILABLE, f"the block server is away: {error}") from error
         finally:
             self._free.release()
+
+    def _connect(self, deadline: float) -> socket.socket:
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._window_bytes)
+            sock.settimeout(max(0.001, _left(deadline)))
+            sock.connect(self.address)
+            tune(sock, self._timeout_s)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
 
     def _keep(self, sock: socket.socket) -> None:
         with self._lock:

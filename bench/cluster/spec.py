@@ -20,7 +20,7 @@ STORE_BYTES = 3 << 30
 _SEGMENT_BYTES = 32 * MIB
 _LOOKUP_S = 2.0
 _IO_S = 20.0
-_DEPTH = 8
+_DEPTH = 4
 DSCP = 8
 """Of what agents send."""
 
