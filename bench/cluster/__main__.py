@@ -70,7 +70,8 @@ class Plan:
         """
         if name == "bandwidth":
             seconds = 3.0 if self.quick else 12.0
-            return Reading("io_bound", 2, 6 if self.quick else 8, 64, seconds)
+            # Enough readers for a rule that gives each hit to one NIC to use all NICs.
+            return Reading("io_bound", 4, 4 if self.quick else 5, 64, seconds)
         if name == "single":
             count = 2 if self.quick else 5
             alone = [Trajectory(f"single{i}", 1 << 14, [Turn(320, 0)]) for i in range(count)]

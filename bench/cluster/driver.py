@@ -40,7 +40,7 @@ class Reading:
     hits: int
     pages: int
     seconds: float
-    agent_bytes: int = 32 << 20
+    agent_bytes: int = 48 << 20
 
 
 @dataclass(frozen=True, slots=True)
