@@ -138,7 +138,7 @@ def table_of(rows: Sequence[Row], rate: str) -> Table:
     """For people."""
     table = Table(title=f"Storage NICs of {rate}")
     columns = ("workload", "hosts", "system", "landed Mbit/s", "SNICs Mbit/s", "SNIC max/avg")
-    for column in (*columns, "JCT s", "TTFT p50 s", "p99 s", "failed"):
+    for column in (*columns, "JCT s", "TTFT p50 s", "p99 s", "in DEs", "failed"):
         left = column in ("workload", "hosts", "system")
         table.add_column(column, justify="left" if left else "right")
     for row in rows:
@@ -152,6 +152,7 @@ def table_of(rows: Sequence[Row], rate: str) -> Table:
             f"{row.jct_s:.1f}",
             f"{row.ttft_p50_s:.3f}",
             f"{row.ttft_p99_s:.3f}",
+            str(row.from_memory),
             str(row.failed),
         )
     return table

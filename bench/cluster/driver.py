@@ -51,14 +51,14 @@ class Playing:
         agents: their trajectories, which the store has up to their start.
         at_once: agents at a time; the next begins when one is through.
         token_s: of a generated token.
-        agent_bytes: memory of each DE: what it reads must have room there on its way.
+        agent_bytes: memory of each DE: room for what it reads, on its way, and not for the store.
     """
 
     model: str
     agents: Sequence[Trajectory]
     at_once: int
     token_s: float
-    agent_bytes: int = 128 << 20
+    agent_bytes: int = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
