@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +20,7 @@ from bench.cluster.driver import Playing, fill, run
 from bench.cluster.model import MODELS
 from bench.cluster.systems import SYSTEMS
 from bench.cluster.workload import Trajectory, Turn
+from bench.netns import _ip
 
 ROOT = Path(__file__).parents[2]
 NOBODY = """
@@ -108,3 +111,37 @@ def test_what_cannot_be_run_is_said_in_a_sentence(tmp_path: Path) -> None:
     assert "--trace FILE" in said("--workloads", "trace")
     assert "Network namespaces need root" in said("--quick", command=[sys.executable, "-c", NOBODY])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path: Path, how: signal.Signals) -> None:
+    options = f"--pd 1x1 --systems layerwise --workloads bandwidth --dir {tmp_path}"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'storage'}"}
+    run = subprocess.Popen(
+        [*COMMAND, *options.split()],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        end = time.monotonic() + 120
+        while not any(tmp_path.glob(".bench-cluster-*/*/seg-*")):  # all hosts are up by then
+            assert run.poll() is None and time.monotonic() < end
+            time.sleep(0.05)
+        hosts = [name for name in namespaces() if f"-{run.pid}-" in name]
+        assert len(hosts) == 4
+        inside = [int(pid) for name in hosts for pid in _ip(None, "netns", "pids", name).split()]
+        assert len(inside) >= 5
+        run.send_signal(how)
+        assert run.wait(120) != 0
+    finally:
+        run.kill()
+        run.wait()
+    assert not set(hosts) & set(namespaces())
+    assert not [pid for pid in inside if Path(f"/proc/{pid}").exists()]
+    assert list(tmp_path.iterdir()) == []
+
+
+def namespaces() -> list[str]:
+    return [line.split()[0] for line in _ip(None, "netns", "list").splitlines() if line.strip()]
