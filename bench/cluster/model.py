@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import random
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dualpath_storage import Geometry, pieces_of
 
-SCALE = 256
-"""Bytes of a real model for one of ours."""
 STAMP_BYTES = 32
 
 
@@ -89,9 +86,6 @@ class Contents:
         assert geometry.layer_bytes > STAMP_BYTES
         self.geometry = geometry
         self._noise = random.Random(7).randbytes(geometry.block_bytes)
-        self._tail = memoryview(self._noise)
-        self._lock = threading.Lock()
-        self._memory: list[memoryview] = []
 
     def of(self, names: Sequence[bytes]) -> list[list[memoryview]]:
         """New memory with the bytes of these blocks."""
