@@ -96,7 +96,7 @@ def _reached(spec: HostSpec, cache: KVCache) -> Peers:
 
     peers = Peers(reports, PathOptions(policy, floor_bytes=_FLOOR_BYTES, dscp=DSCP))
     end = time.monotonic() + LOAD_S
-    while peers.connected < len(spec.peers):
+    while peers.usable < len(spec.peers):
         if time.monotonic() > end:
             peers.close()
             raise BenchError(f"{spec.name} does not reach all {len(spec.peers)} agents")

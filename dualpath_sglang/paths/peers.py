@@ -136,11 +136,6 @@ class Peers:
         return self.usable > 0
 
     @property
-    def connected(self) -> int:
-        """How many could be asked now."""
-        return len(self._usable(None))
-
-    @property
     def bytes_per_s(self) -> float:
         """See :class:`OtherPaths`."""
         if self.options.policy != "split":
