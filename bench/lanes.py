@@ -260,7 +260,8 @@ def print_rows(rows: list[Row], title: str) -> None:
         figures = (row.p50_ms, row.p99_ms, row.bound_ms, row.kv_share, row.model_share)
         cells = ["-" if figure is None else f"{figure:.3f}" for figure in figures]
         table.add_row(row.what, *cells, str(row.requests or "-"))
-    Console().print(table)
+    width = None if Console().is_terminal else 140
+    Console(width=width).print(table)
 
 
 def main(

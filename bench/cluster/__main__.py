@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,13 +14,14 @@ from rich.table import Table
 
 from bench.cluster.bed import Shape, bed
 from bench.cluster.driver import Figures, Playing, Reading, run
+from bench.cluster.sglang_driver import Asking, ask
 from bench.cluster.systems import SYSTEMS
 from bench.cluster.workload import KINDS, Trajectory, Turn, generate, load_trace, windows
 from bench.measure import BenchError, write_rows
 from bench.netns import NetworkError, end_on_sigterm
 from dualpath_sglang.qos.rates import parse_rate
 
-ENGINE = "model"
+ENGINES = {"model": "engine", "sglang": "sglang_engine"}
 WORKLOADS = ("bandwidth", "io_bound", "compute_bound", "single")
 _MOST_TOKENS = 40_000
 _MOST_SHAPE = 64
@@ -113,11 +114,11 @@ def names_of(text: str, known: Sequence[str], what: str) -> list[str]:
     return names
 
 
-def row_of(system: str, shape: Shape, workload: str, found: Figures) -> Row:
+def row_of(system: str, engine: str, shape: Shape, workload: str, found: Figures) -> Row:
     """Rounded."""
     return Row(
         system=system,
-        engine=ENGINE,
+        engine=engine,
         p=shape.prefill,
         d=shape.decode,
         workload=workload,
@@ -143,7 +144,7 @@ def table_of(rows: Sequence[Row], rate: str) -> Table:
         table.add_column(column, justify="left" if left else "right")
     for row in rows:
         table.add_row(
-            row.workload,
+            row.workload if row.engine == "model" else f"{row.workload} ({row.engine})",
             f"{row.p}P{row.d}D",
             row.system,
             f"{row.aggregate_mbit_s:.0f}",
@@ -175,6 +176,9 @@ def main(
     agents: Annotated[int | None, typer.Option(min=1, help="for each prefill host")] = None,
     turns: Annotated[int | None, typer.Option(min=1, help="of each agent")] = None,
     decode_ms: Annotated[float, typer.Option(min=0, help="of a generated token")] = 2.0,
+    engine: Annotated[
+        str, typer.Option(help=f"of {', '.join(ENGINES)}; sglang plays the workload single on xP1")
+    ] = "model",
     seed: Annotated[int, typer.Option(help="of the trajectories")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="seconds, for a first look")] = False,
     directory: Annotated[
@@ -199,11 +203,16 @@ def main(
             decode_ms / 1000, traces,
         )  # fmt: skip
         where = directory or Path(tempfile.gettempdir())
-        rows = measure(plan, shapes, chosen, loads, where, console)
+        (kind,) = names_of(engine, list(ENGINES), "engine")
+        if kind == "sglang":
+            rows = measure_sglang(plan, shapes, chosen, where, console)
+        else:
+            rows = measure(plan, shapes, chosen, loads, where, console)
     except (BenchError, NetworkError, ValueError) as error:
         console.print(str(error), style="red", markup=False)
         raise typer.Exit(1) from None
-    Console().print(table_of(rows, storage_rate))
+    width = None if Console().is_terminal else 140
+    Console(width=width).print(table_of(rows, storage_rate))
     if json is not None:
         write_rows(json, rows)
     if any(row.failed for row in rows):
@@ -237,13 +246,49 @@ def measure(
                     memory = workload.agent_bytes
                     with bed(shape, workload.model, system, directory, memory) as hosts:
                         found = run(workload, hosts, progress)
-                    row = row_of(system, shape, name, found)
+                    row = row_of(system, "model", shape, name, found)
                     rows.append(row)
                     console.print(
                         f"{name} {shape.name} {system}: {row.aggregate_mbit_s:.0f} Mbit/s, "
                         f"JCT {row.jct_s:.1f} s",
                         style="dim",
                     )
+    return rows
+
+
+def measure_sglang(
+    plan: Plan,
+    shapes: Sequence[Shape],
+    systems: Sequence[str],
+    directory: Path,
+    console: Console,
+) -> list[Row]:
+    """Every system with a real server as the PE, one request at a time; their answers are alike.
+
+    Raises:
+        BenchError, NetworkError: one could not be run, or was answered otherwise.
+    """
+    rows: list[Row] = []
+    answers: Sequence[str] = ()
+    with console.status("starting") as status:
+        for shape in shapes:
+            if shape.prefill != 1:
+                raise BenchError("One machine has room for one real server: hosts are 1xD")
+            for system in systems:
+                progress = _progress(status.update, f"sglang {shape.name} {system}")
+                progress("starting the hosts, and a server")
+                nodes = shape.decode if system in ("dualpath", "split") else 0
+                work = Asking(2 if plan.quick else 5, 2400, 160, nodes)
+                played = replace(shape, engine=ENGINES["sglang"])
+                with bed(played, "io_bound", system, directory, 256 << 20) as hosts:
+                    found, texts = ask(work, hosts, progress)
+                if answers and list(texts) != list(answers):
+                    raise BenchError(f"{system} was answered {texts}, and others {answers}")
+                answers = texts
+                rows.append(row_of(system, "sglang", shape, "single", found))
+                console.print(
+                    f"sglang {shape.name} {system}: TTFT {rows[-1].ttft_p50_s:.2f} s", style="dim"
+                )
     return rows
 
 

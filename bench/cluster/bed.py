@@ -23,6 +23,8 @@ _STORE_HOST = "s0"
 _NET = {STORAGE: "10.81.0", COMPUTE: "10.82.0", CONTROL: "10.83.0"}
 _BLOCKS_PORT, _REDIS_PORT = 9000, 6379
 _START_S = 60.0
+_ENGINE_S = 300.0
+"""A real server takes its time to begin."""
 _MTU = 9000
 _PREFIX = ".bench-cluster-"
 _HERE = Path(__file__).resolve().parents[2]
@@ -36,6 +38,7 @@ class Shape:
         prefill, decode: hosts of each kind.
         storage_bit_s: rate of a storage NIC; a compute NIC has ``compute_ratio`` times that.
         loads: hits that a PE loads at a time.
+        engine: the module of the PE's process.
     """
 
     prefill: int
@@ -43,6 +46,7 @@ class Shape:
     storage_bit_s: float = 200e6
     compute_ratio: float = 8.0
     loads: int = 4
+    engine: str = "engine"
 
     @property
     def name(self) -> str:
@@ -117,12 +121,12 @@ def bed(shape: Shape, model: str, system: str, directory: Path, agent_bytes: int
             for peer, port in zip(decode, ports, strict=True)
         ]
         prefill = [
-            start("engine", name, replace(spec, name=name, peers=agents,
+            start(shape.engine, name, replace(spec, name=name, peers=agents,
                                           address=_address(name, COMPUTE, shape)))
             for name in _names("p", shape.prefill)
         ]  # fmt: skip
         for peer in prefill:
-            peer.ready(_START_S)
+            peer.ready(_ENGINE_S)
         yield Bed(net, root, store, prefill, decode)
 
 

@@ -145,3 +145,25 @@ def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path: Path, how: signal.S
 
 def namespaces() -> list[str]:
     return [line.split()[0] for line in _ip(None, "netns", "list").splitlines() if line.strip()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_real_server_is_the_pe(tmp_path: Path) -> None:
+    """The bench itself compares the answers, and that all prefixes were found in the store."""
+    out = tmp_path / "rows.json"
+    options = "--engine sglang --pd 1x1 --systems basic,layerwise,split --quick"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'storage'}"}
+    subprocess.run(
+        [*COMMAND, *options.split(), "--dir", str(tmp_path), "--json", str(out)],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        timeout=800,
+    )
+    rows = {row["system"]: row for row in json.loads(out.read_text())}
+    assert {row["engine"] for row in rows.values()} == {"sglang"}
+    for system in ("basic", "layerwise"):
+        assert rows[system]["snic_max_avg"] == pytest.approx(2.0, abs=0.1), "the DE's NIC is idle"
+    assert rows["split"]["snic_max_avg"] < 1.7, "both NICs read"
+    assert all(row["aggregate_mbit_s"] > 0 and row["ttft_p50_s"] > 0 for row in rows.values())
