@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from dualpath_sglang.kvcache import KVCache
@@ -35,7 +35,10 @@ logger = logging.getLogger(__name__)
 _READ_S = 60.0
 """What has not begun by then is not read any more, whoever waits for it."""
 _OLDEST_EVERY = 4
-_GROUP_BYTES = 2 << 20
+_GROUP = 16
+"""Blocks at the most: what every turn costs is worth it for so many."""
+_TOLD_BYTES = 2 << 20
+"""Whoever waits is told whenever so much has landed."""
 _HANGS_S = 10.0
 """A read that takes so long cannot be relied on."""
 
@@ -180,21 +183,25 @@ class BlockReader:
             ImageItem(block.name[1], place, block.image, header)
             for block, place, header in zip(group.blocks, group.places, group.headers, strict=True)
         ]
-        results = read.pool.store.read_images(items, first, end)
-        bad: list[int] = []
-        for i, (block, result) in enumerate(zip(group.blocks, results, strict=True)):
-            if result.status is not ReadStatus.OK:
-                bad.append(i)
-                continue
-            assert result.checksums is not None
-            if first == 0:
-                group.headers[i] = block.checksums = result.checksums
-            block.landed = end
-        read.landings.tell()
+        size = (end - first) * read.pool.geometry.layer_bytes
+        step = max(1, _TOLD_BYTES // size)
+        bad: dict[int, RangeRead] = {}
+        for at in range(0, len(items), step):
+            results = read.pool.store.read_images(items[at : at + step], first, end)
+            for i, result in enumerate(results, at):
+                if result.status is not ReadStatus.OK:
+                    bad[i] = result
+                    continue
+                block = group.blocks[i]
+                assert result.checksums is not None
+                if first == 0:
+                    group.headers[i] = block.checksums = result.checksums
+                block.landed = end
+            read.landings.tell()
         good = len(group.blocks) - len(bad)
-        self._cache.read_queue.add(-good * (end - first) * read.pool.geometry.layer_bytes)
-        for i in bad:
-            self._repair(group, i, first, results[i], arena)
+        self._cache.read_queue.add(-good * size)
+        for i, result in bad.items():
+            self._repair(group, i, first, result, arena)
         if bad:
             self._drop(group, bad)
         group.range += 1
@@ -236,7 +243,7 @@ class BlockReader:
         with read.lock:
             read.places[key] = place
 
-    def _drop(self, group: _Group, which: Sequence[int]) -> None:
+    def _drop(self, group: _Group, which: Collection[int]) -> None:
         """These are over, in whatever way; the rest of the group goes on without them."""
         over = [group.blocks[i] for i in which]
         kept = [i for i in range(len(group.blocks)) if i not in which]
@@ -277,10 +284,9 @@ def _groups(
     read: _Read, blocks: Sequence[CachedBlock], places: Sequence[Placement], depth: int
 ) -> list[_Group]:
     """Blocks in the order in which they lie in the store, cut so that all workers have some."""
-    of = read.pool.geometry
     order = sorted(range(len(places)), key=lambda i: (places[i].segment, places[i].slot))
     fair = -(-len(order) // depth)
-    step = max(1, min(fair, _GROUP_BYTES // of.slot_bytes))
+    step = max(1, min(fair, _GROUP))
     return [
         _Group(read, [blocks[i] for i in some], [places[i] for i in some])
         for some in (order[at : at + step] for at in range(0, len(order), step))

@@ -7,6 +7,7 @@ file's size are there. The file can neither shrink nor grow: who maps it cannot 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import mmap
@@ -20,6 +21,8 @@ _HUGE_BYTES = 2 << 20
 _FREE, _USED = b"\0", b"\1"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _LEAST_BYTES = 1 << 20
+_NOEXEC_SEAL = 0x0008
+"""Since Linux 6.3, and there an administrator may insist on it."""
 
 
 class SharedMemory:
@@ -100,7 +103,7 @@ class SharedMemory:
 
 def _sealed_file(size: int) -> int | None:
     try:
-        fd = os.memfd_create("dualpath-blocks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = _memory_file()
     except (AttributeError, OSError) as error:
         logger.warning("No files in memory here, so readers must use the network: %s", error)
         return None
@@ -111,3 +114,13 @@ def _sealed_file(size: int) -> int | None:
         os.close(fd)
         raise MemoryError(f"a file of {size} bytes cannot be had: {error}") from error
     return fd
+
+
+def _memory_file() -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create("dualpath-blocks", flags | _NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return os.memfd_create("dualpath-blocks", flags)

@@ -386,7 +386,7 @@ def test_what_the_store_does_not_give_is_late_not_missing(
     bed.store(of, keys)
     assert bed.fetch(of, chain("b", 1)).lacking == {0}
     monkeypatch.setattr("dualpath_sglang.node.block_reader._READ_S", 0.2)
-    monkeypatch.setattr("dualpath_sglang.node.block_reader._GROUP_BYTES", 1)
+    monkeypatch.setattr("dualpath_sglang.node.block_reader._GROUP", 1)
     hold = Hold(bed, of, monkeypatch)
     threading.Timer(0.4, hold.go.set).start()
     fetched = bed.fetch(of, keys)
@@ -411,7 +411,7 @@ def test_what_nobody_wants_any_more_is_not_read(
     hold.go.set()
     wait_until(lambda: bed.cache.read_queue.bytes == 0)
     read = bed.cache.stats().read_bytes - before
-    assert read <= 8 * 8 * of.block_bytes, "only what had begun"
+    assert read < 60 * of.block_bytes, "only what had begun"
     assert (bed.cache.read_queue.bytes, bed.cache.read_queue.tokens) == (0, 0)
     assert bed.fetch(of, keys).right(of) == set(range(60))
 
