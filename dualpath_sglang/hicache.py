@@ -116,9 +116,11 @@ class DualPathStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untype
     def _publish(self) -> None:
         stats = self._cache.stats()
         self._metrics.cache(stats)
-        if self._reader is not None and self._others is not None:
-            self._metrics.paths(stats.read_bytes, self._reader.remote_bytes, self._reader.hedges)
-            self._metrics.nodes(self._others.usable, self._others.counts)
+        reader, others = self._reader, self._others
+        remote_bytes, hedges = (0, 0) if reader is None else (reader.remote_bytes, reader.hedges)
+        self._metrics.paths(stats.read_bytes, remote_bytes, hedges)
+        if others is not None:
+            self._metrics.nodes(others.usable, others.counts)
 
     # -- pools ------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from bench.cluster.bed import Shape, bed
 from bench.cluster.driver import Figures, Playing, Reading, run
+from bench.cluster.model import MODELS
 from bench.cluster.sglang_driver import Asking, ask
 from bench.cluster.systems import SYSTEMS
 from bench.cluster.workload import KINDS, Trajectory, Turn, generate, load_trace, windows
@@ -25,6 +26,8 @@ ENGINES = {"model": "engine", "sglang": "sglang_engine"}
 WORKLOADS = ("bandwidth", "io_bound", "compute_bound", "single")
 _MOST_TOKENS = 40_000
 _MOST_SHAPE = 64
+_AGENT_BLOCKS = 256
+"""In the memory of a DE: some hits on their way, and not the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,8 @@ class Plan:
         count = self.agents * shape.prefill
         chosen = windows(trace, count, self.turns, self.seed, most_tokens=_MOST_TOKENS)
         model = "compute_bound" if name == "compute_bound" else "io_bound"
-        return Playing(model, chosen, count, self.token_s)
+        memory = _AGENT_BLOCKS * MODELS[model].geometry.block_bytes
+        return Playing(model, chosen, count, self.token_s, memory)
 
 
 def shapes_of(text: str, storage_bit_s: float, ratio: float) -> list[Shape]:
