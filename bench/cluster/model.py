@@ -59,8 +59,8 @@ MODELS = {
     # Qwen2.5-32B FP16: 262144 B a token; 65 GFLOP a token and 4 x 40 x 128 FLOP a pair and layer
     # (64), at 400 TFLOP/s. Reading a hit takes five times as long as computing the rest.
     "io_bound": Model("io_bound", 16, 256, 16 << 10, 65e9 / 4e14, 64 * 20480 / 4e14),
-    # A quarter of the KV bytes and 2.5 times the work: a PE's own NIC would nearly do.
-    "compute_bound": Model("compute_bound", 16, 256, 4 << 10, 2.5 * 65e9 / 4e14, 8.2e-9),
+    # The same KV, and ten times the work: a PE's own NIC would nearly do.
+    "compute_bound": Model("compute_bound", 16, 256, 16 << 10, 65e9 / 4e13, 64 * 20480 / 4e13),
 }
 
 

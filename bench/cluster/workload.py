@@ -168,27 +168,34 @@ def load_trace(path: Path) -> list[Trajectory]:
 
 
 def windows(
-    trace: Sequence[Trajectory], count: int, turns: int, seed: int, *, most_tokens: int
+    trace: Sequence[Trajectory],
+    count: int,
+    turns: int,
+    seed: int,
+    *,
+    most_tokens: int,
+    first: int = 0,
 ) -> list[Trajectory]:
     """So many windows of so many turns; every turn of the trace is as likely to be in one.
 
     Args:
         most_tokens: no window ends with more; so that the stores of a run are of known size.
+        first: turn that windows begin with at the earliest.
 
     Raises:
         BenchError: the trace has no such window.
     """
     rng = random.Random(seed)
-    long = [row for row in trace if len(row.turns) >= turns]
+    long = [row for row in trace if len(row.turns) >= first + turns]
     if not long:
         raise BenchError(f"The trace has no trajectory of {turns} turns")
-    weights = [len(row.turns) - turns + 1 for row in long]
+    weights = [len(row.turns) - turns - first + 1 for row in long]
     found: list[Trajectory] = []
     for _ in range(_TRIES * count):
         if len(found) == count:
             return found
         row = rng.choices(long, weights)[0]
-        window = row.window(rng.randint(0, len(row.turns) - turns), turns)
+        window = row.window(rng.randint(first, len(row.turns) - turns), turns)
         if window.total <= most_tokens:
             found.append(Trajectory(f"{len(found)}/{window.name}", window.start, window.turns))
     raise BenchError(f"The trace has too few windows of at most {most_tokens} tokens")

@@ -44,6 +44,8 @@ def test_windows_stand_for_the_whole_trace() -> None:
     assert means_of(chosen).context == pytest.approx(means_of(trace).context, rel=0.05)
     short = windows(trace, 50, 5, 1, most_tokens=9_000)
     assert max(row.total for row in short) <= 9_000
+    assert min(row.start for row in chosen) == 0
+    assert min(r.start for r in windows(trace, 600, 5, 1, most_tokens=40_000, first=1)) > 0
     with pytest.raises(BenchError, match="too few windows"):
         windows(trace, 5, 5, 1, most_tokens=10)
     with pytest.raises(BenchError, match="no trajectory of 1000000 turns"):
