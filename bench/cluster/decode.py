@@ -74,6 +74,7 @@ class Decode:
                 "address": address,
                 "protocol": VERSION,
                 "up_s": round(time.monotonic() - self._began, 3),
+                "read_rate": round(self._agent.read_rate or 0.0) if self._agent else 0,
                 "read_queue_bytes": queue.bytes,
                 "read_queue_tokens": queue.tokens,
             },

@@ -59,6 +59,11 @@ class Agent:
         """What is still to be read from storage, by all processes of the machine."""
         return Load(*self._cache.read_queue.of_machine())
 
+    @property
+    def read_rate(self) -> float | None:
+        """Bytes a second that it reads from the store; None when nothing was measured yet."""
+        return self._reader.rate
+
     def serve(self, request: FetchRequest) -> contextlib.AbstractContextManager[Served] | End:
         """Begin to answer a fetch."""
         pool = self._pool(request.geometry_id)

@@ -22,6 +22,7 @@ from dualpath_sglang.node.block_cache import BlockCache, CachedBlock
 from dualpath_sglang.node.landings import Landings
 from dualpath_sglang.node.layer_ranges import read_ranges
 from dualpath_sglang.pool import Pool
+from dualpath_sglang.streaming.estimate import RateMeter
 from dualpath_sglang.streaming.options import StreamOptions
 from dualpath_storage import Geometry, Placement, ReadStatus
 from dualpath_storage.header import HEADER_BYTES
@@ -100,7 +101,15 @@ class BlockReader:
         self._heap: list[tuple[int, int, _Group]] = []
         self._waiting: dict[int, _Group] = {}
         self._closed = False
+        self._busy = 0
+        self._meter = RateMeter()
         self._workers = Workers(options.queue_depth, "dualpath-agent-read")
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes a second that the store brings; None when nothing was measured yet."""
+        with self._lock:
+            return self._meter.rate(time.monotonic())
 
     @property
     def stalled(self) -> bool:
@@ -148,6 +157,7 @@ class BlockReader:
 
     def _take(self) -> _Group:
         with self._lock:
+            self._busy += 1
             if next(self._turns) % _OLDEST_EVERY == 0:
                 return self._waiting.pop(next(iter(self._waiting)))
             while True:
@@ -163,6 +173,9 @@ class BlockReader:
             if not group.over:
                 self._end(group)
             raise
+        finally:
+            with self._lock:
+                self._busy -= 1
         if again:
             self._put(group)
 
@@ -200,6 +213,7 @@ class BlockReader:
             read.landings.tell()
         good = len(group.blocks) - len(bad)
         self._cache.read_queue.add(-good * size)
+        self._measure(good * size)
         for i, result in bad.items():
             self._repair(group, i, first, result, arena)
         if bad:
@@ -209,6 +223,12 @@ class BlockReader:
             return True
         self._end(group)
         return False
+
+    def _measure(self, size: int) -> None:
+        """So much was read; it says what the store brings when all workers have had to do."""
+        with self._lock:
+            full = self._busy + len(self._waiting) >= self._options.queue_depth
+            self._meter.note(size, time.monotonic(), full=full)
 
     # -- what is not as it should be --------------------------------------------------------
 

@@ -337,6 +337,7 @@ class _Serving:
             "protocol": VERSION,
             "read_queue_bytes": size,
             "read_queue_tokens": tokens,
+            "read_rate": round(self._agent.read_rate or 0.0),
             "cached_bytes": self._agent.blocks.used_bytes,
             "memory_bytes": self._agent.blocks.capacity_bytes,
             "served_bytes": counts["bytes"],

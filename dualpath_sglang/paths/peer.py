@@ -37,6 +37,7 @@ _PAUSES_S = (0.25, 4.0)
 _BUSY_S = 0.2
 _UNKNOWN_S = 2.0
 _SILENT_S = 0.5
+_SHARED = 3.0
 _DELAY_S = 0.002
 """What the way over another node adds to a read, beside the reading."""
 
@@ -116,8 +117,15 @@ class Peer:
 
     @property
     def rate(self) -> float | None:
-        """Bytes a second that it brings; None when nothing is known."""
-        return self.read_rate or self._meter.rate(self._clock())
+        """Bytes a second that it brings; None when nothing is known.
+
+        What comes here is less than what it reads when others ask it too, and then its queue says
+        so. Only a way that brings far less than it reads counts.
+        """
+        arrives = self._meter.rate(self._clock())
+        if self.read_rate is None or arrives is None:
+            return self.read_rate or arrives
+        return min(self.read_rate, _SHARED * arrives)
 
     def _queue_bytes(self, rate: float | None) -> int:
         """What it has still to read: what it said, what was asked of it since, what it read."""
@@ -215,6 +223,8 @@ class Peer:
         )
         with self._lock:
             self._asked_since += size
+            if not self._outstanding:  # the wait for the first piece counts
+                self._meter.note(0, self._clock(), full=True)
             self._outstanding += size
         try:
             going.fetch = connection.fetch(request, destination, going)

@@ -401,6 +401,24 @@ def test_a_queue_gets_shorter_with_time() -> None:
     assert peer.side().queue_bytes == 0
 
 
+def test_a_way_that_brings_far_less_than_the_node_reads_counts() -> None:
+    clock = [0.0]
+    peer = Peer("a", "nowhere", never, Counter(), clock=lambda: clock[0])
+    assert peer.rate is None
+    peer.read_rate = 100e6
+    assert peer.rate == 100e6
+    peer._outstanding = 1 << 30
+    for _ in range(50):  # half of what it reads: others have the rest
+        clock[0] += 0.02
+        peer._came(1_000_000)
+    assert peer.rate == 100e6
+    for _ in range(300):  # the way has become slow
+        clock[0] += 0.1
+        peer._came(100_000)
+    assert peer.rate is not None
+    assert peer.rate < 5e6
+
+
 def test_shares_cover_everything_in_order() -> None:
     peers = with_peers("split", stub("a", 0, 1e8))
     assert peers.shares(OF, 0, Side(LOCAL, 0, None)) == []
