@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 from dualpath_sglang.index import Report
 from dualpath_sglang.paths.peer import Peer, PeerFetch
 from dualpath_sglang.scheduling.paths import Share, Side, shorter_queue, split
-from dualpath_sglang.streaming.other_paths import Blame
+from dualpath_sglang.streaming.other_paths import NOTHING, Blame
 from dualpath_sglang.transport.base import Destination, Fetching, FetchRequest, Load
 from dualpath_sglang.transport.client import Connection, PeerAddress
 from dualpath_sglang.transport.handshake import VERSION
@@ -100,11 +100,13 @@ class Peers:
 
     # -- who reads --------------------------------------------------------------------------
 
-    def shares(self, geometry: Geometry, blocks: int, own: Side) -> Sequence[Share]:
+    def shares(
+        self, geometry: Geometry, blocks: int, own: Side, asking: Mapping[str, int] = NOTHING
+    ) -> Sequence[Share]:
         """See :class:`OtherPaths`."""
         if not blocks:
             return []
-        sides = [peer.side() for peer in self._usable(geometry)]
+        sides = self._sides(geometry, asking)
         policy = self.options.policy
         if policy == "local" or not sides:
             return [Share(own.name, 0, blocks)]
@@ -122,8 +124,17 @@ class Peers:
 
     def substitute(self, geometry: Geometry) -> str | None:
         """See :class:`OtherPaths`."""
-        sides = [peer.side() for peer in self._usable(geometry)]
+        sides = self._sides(geometry)
         return shorter_queue(sides).name if sides else None
+
+    def _sides(self, geometry: Geometry, asking: Mapping[str, int] = NOTHING) -> list[Side]:
+        """Those that can read, with what they are about to be asked for in their queues."""
+        sides = [peer.side() for peer in self._usable(geometry)]
+        return [
+            replace(side, queue_bytes=side.queue_bytes + asking.get(side.name, 0))
+            for side in sides
+            if side.usable
+        ]
 
     @property
     def usable(self) -> int:

@@ -48,6 +48,10 @@ class Progress:
         """A side was asked for these."""
         self._asked[by, blocks] = Asked.ASKED
 
+    def unask(self, by: By, blocks: Sequence[int]) -> None:
+        """As if a side had never been asked for these: what it had, it has brought."""
+        self._asked[by, blocks] = Asked.NOT
+
     def asked(self, by: By, block: int) -> Asked:
         """How far a side has got."""
         return Asked(int(self._asked[by, block]))

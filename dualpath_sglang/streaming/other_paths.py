@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from dualpath_sglang.scheduling.paths import Share, Side
@@ -12,6 +13,7 @@ from dualpath_storage import Geometry
 
 LOCAL = ""
 """The name of this node among the sides of a read."""
+NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class Blame(enum.Enum):
@@ -34,11 +36,14 @@ class Going(Protocol):
 class OtherPaths(Protocol):
     """Nodes that read blocks and pass them on. Thread-safe; nothing here raises."""
 
-    def shares(self, geometry: Geometry, blocks: int, own: Side) -> Sequence[Share]:
+    def shares(
+        self, geometry: Geometry, blocks: int, own: Side, asking: Mapping[str, int] = NOTHING
+    ) -> Sequence[Share]:
         """Who reads which run of a hit; from memory, without waiting.
 
         Args:
             own: this node, named :data:`LOCAL`.
+            asking: by side: bytes that it is about to be asked for.
 
         Returns:
             Contiguous runs in the order of the blocks, what this node reads first.
@@ -83,9 +88,11 @@ class Alone:
     ready = False
     bytes_per_s = 0.0
 
-    def shares(self, geometry: Geometry, blocks: int, own: Side) -> Sequence[Share]:
+    def shares(
+        self, geometry: Geometry, blocks: int, own: Side, asking: Mapping[str, int] = NOTHING
+    ) -> Sequence[Share]:
         """This node reads everything."""
-        del geometry
+        del geometry, asking
         return [Share(own.name, 0, blocks)] if blocks else []
 
     def nearby(self, geometry: Geometry) -> str | None:

@@ -7,7 +7,6 @@ each piece then becomes a message for the streamer's thread, which alone touches
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +17,10 @@ from dualpath_sglang.streaming.batch import Batch, Part
 from dualpath_sglang.streaming.other_paths import Going
 from dualpath_sglang.streaming.staging import Piece, Staging
 from dualpath_sglang.transport.base import End, FetchRequest, Load, Span
-from dualpath_storage.header import layer_checksums
+from dualpath_sglang.transport.verify import bad_layer_blocks
 
-logger = logging.getLogger(__name__)
+_LONGEST_S = 3600.0
+"""A fetch is asked for no longer, however far the deadline of the load."""
 
 
 class Listener(Protocol):
@@ -48,6 +48,7 @@ class RemoteRead:
         side: who is asked.
         staging: where memory comes from.
         cached_only: only what it has in memory is wanted.
+        rescue: whether these are blocks that this node cannot read.
         post: leaves a message for the streamer's thread.
         listener: what those messages call.
     """
@@ -64,15 +65,17 @@ class RemoteRead:
         listener: Listener,
         *,
         cached_only: bool = False,
+        rescue: bool = False,
     ) -> None:
         self.batch = batch
         self.part = part
         self.blocks = blocks
-        self.wanted = blocks
-        """Those that it is to bring, for the streamer's thread."""
+        self.wanted = set(blocks)
+        """Those that nobody else was asked for instead, for the streamer's thread."""
         self.first_layer = first_layer
         self.side = side
         self.cached_only = cached_only
+        self.rescue = rescue
         self.began = self.heard = time.monotonic()
         """When it began, and when something last came of it."""
         self.landed_bytes = 0
@@ -84,6 +87,7 @@ class RemoteRead:
         self._lock = threading.Lock()
         self._going: Going | None = None
         self._unwanted = False
+        self._over = False
         self.refused = True
         """Whether it could not even begin."""
 
@@ -96,7 +100,7 @@ class RemoteRead:
             [self.part.key(block) for block in self.blocks],
             self.first_layer,
             self._geometry.layers,
-            max(0.001, deadline - time.monotonic()),
+            min(max(0.001, deadline - time.monotonic()), _LONGEST_S),
             self.cached_only,
         )
 
@@ -106,12 +110,16 @@ class RemoteRead:
         layers = self._geometry.layers - self.first_layer
         return len(self.blocks) * layers * self._geometry.layer_bytes
 
+    @property
+    def complete(self) -> bool:
+        """Whether all that was asked for has landed."""
+        return self.landed_bytes >= self.total_bytes
+
     # -- from any thread --------------------------------------------------------------------
 
     def forget(self, blocks: Sequence[int]) -> None:
         """Others bring these. For the streamer's thread."""
-        gone = set(blocks)
-        self.wanted = [block for block in self.wanted if block not in gone]
+        self.wanted.difference_update(blocks)
 
     def going(self, going: Going) -> None:
         """It is under way."""
@@ -121,8 +129,12 @@ class RemoteRead:
         if unwanted:
             going.cancel()
 
+    def turn_away(self) -> None:
+        """Nobody wants it any more: it waits for no memory from now on. Does not wait itself."""
+        self._unwanted = True
+
     def give_up(self) -> None:
-        """Nobody wants it any more. May wait a little."""
+        """The same, and have it end. May wait a little."""
         with self._lock:
             self._unwanted = True
             going = self._going
@@ -145,29 +157,30 @@ class RemoteRead:
     def views(self, span: Span, deadline: float) -> Sequence[memoryview] | None:
         """See :class:`~dualpath_sglang.transport.base.Destination`."""
         size = span.layer_blocks * self.layer_bytes
-        piece = self._staging.take_by(size, deadline, lambda: self._unwanted)
+        piece = self._staging.take_by(size, deadline, lambda: self._unwanted or self._over)
         if piece is None:
             return None
-        self._piece = piece
-        return [piece.memory[:size]]
+        with self._lock:
+            if not self._over:
+                self._piece = piece
+                return [piece.memory[:size]]
+        self._staging.give(piece)  # it was ended by another thread meanwhile
+        return None
 
     # -- Fetching, in the connection's thread -----------------------------------------------
 
     def landed(self, span: Span, checksums: Sequence[int]) -> None:
         """See :class:`~dualpath_sglang.transport.base.Fetching`."""
-        piece, self._piece = self._piece, None
+        with self._lock:
+            piece, self._piece = self._piece, None
         assert piece is not None
         bad = self._bad_blocks(piece.memory, span, checksums)
         self._post(partial(self._listener.remote_piece, self, span, piece, bad))
 
     def _bad_blocks(self, memory: memoryview, span: Span, checksums: Sequence[int]) -> list[int]:
-        size, count = self.layer_bytes, span.layer_blocks
-        views = [memory[at : at + size] for at in range(0, count * size, size)]
-        sums = layer_checksums(views, count)
-        if sums == list(checksums):
-            return []
-        pairs = enumerate(zip(sums, checksums, strict=True))
-        return sorted({i // span.layers for i, (found, right) in pairs if found != right})
+        bytes_of = memory[: span.layer_blocks * self.layer_bytes]
+        bad = bad_layer_blocks([bytes_of], self.layer_bytes, checksums)
+        return sorted({i // span.layers for i in bad})
 
     def missing(self, blocks: Sequence[int]) -> None:
         """See :class:`~dualpath_sglang.transport.base.Fetching`."""
@@ -177,7 +190,9 @@ class RemoteRead:
     def ended(self, end: End, load: Load | None) -> None:
         """See :class:`~dualpath_sglang.transport.base.Fetching`."""
         del load
-        piece, self._piece = self._piece, None  # of a piece that broke off
+        with self._lock:
+            self._over = True
+            piece, self._piece = self._piece, None  # of a piece that broke off
         if piece is not None:
             self._staging.give(piece)
         self._post(partial(self._listener.remote_ended, self, end))
@@ -186,7 +201,8 @@ class RemoteRead:
 
     def runs(self, span: Span, bad: Sequence[int]) -> Iterator[tuple[range, int]]:
         """Good blocks of a piece that are neighbours in the part, and the first's place in it."""
-        good = [i for i in range(span.count) if i not in bad]
+        gone = set(bad)
+        good = [i for i in range(span.count) if i not in gone]
         numbers = [(self.blocks[span.first + i], i) for i in good]
         for _, group in itertools.groupby(
             enumerate(numbers), lambda row: (row[1][0] - row[0], row[1][1] - row[0])

@@ -81,7 +81,7 @@ class LayerStreamer:
             cache.read_queue,
             self._inbox.put,
             self._land,
-            self._lose,
+            self._end,
             self._advance,
             self._stats,
             self.options.hedge_after,
@@ -197,13 +197,18 @@ class LayerStreamer:
     def _step(self) -> None:
         message = None
         with contextlib.suppress(queue.Empty):
-            message = self._inbox.get(timeout=self._patience_s())
+            message = self._next_message()
         self._expire()
         self._remote.watch()
         if message is not None:
             message()
         self._pipeline.reclaim()
         self._pipeline.fill(self._next_read)
+
+    def _next_message(self) -> Callable[[], None]:
+        if not self._inbox.empty():  # how long it could wait costs a look at all reads
+            return self._inbox.get_nowait()
+        return self._inbox.get(timeout=self._patience_s())
 
     def _patience_s(self) -> float | None:
         if self._pipeline.copying:
@@ -375,11 +380,6 @@ class LayerStreamer:
             self._end(batch, part.request, Outcome.OK)
         return landed
 
-    def _lose(self, batch: Batch, request: Request, reason: str) -> None:
-        """Nobody brings a block."""
-        if request.live:
-            self._end(batch, request, Outcome.MISS, reason)
-
     def _deal_with_bad(self, read: Read) -> None:
         part = read.part
         for block, status in read.bad_blocks():
@@ -418,7 +418,8 @@ class LayerStreamer:
         seconds = time.monotonic() - load.began
         self._cache.read_queue.add(-request.queued_bytes, -request.queued_tokens)
         batch.take_out(request, outcome)
-        self._pipeline.abandon(request, late=outcome is Outcome.TIMEOUT)
+        late = outcome is Outcome.TIMEOUT or self._remote.hangs(request)
+        self._pipeline.abandon(request, late=late)
         self._remote.abandon(request)
         load.settle(
             request.load.rid,

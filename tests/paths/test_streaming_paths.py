@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from dualpath_sglang.streaming.load import Outcome
-from dualpath_sglang.transport.base import FetchRequest
+from dualpath_sglang.streaming.landing import MemoryTarget
+from dualpath_sglang.streaming.load import LoadRequest, Outcome, PoolLoad
+from dualpath_sglang.transport.base import End, FetchRequest
 from tests.paths.cluster import Cluster, flip_one_bit_after, stop_after
-from tests.streaming.bed import Gate, Hit, block_bytes, chain, eventually, geometry
+from tests.streaming.bed import Gate, Hit, Pages, block_bytes, chain, eventually, geometry
 from tests.support.redis_server import RedisServer
 
 FORMS = {"mha": 2, "mla": 1}
@@ -315,7 +316,7 @@ def test_an_own_agent_that_hangs_is_replaced(cluster: Callable[..., Cluster]) ->
     nodes.own.agent.serve = hang  # type: ignore[method-assign]
     assert nodes.prefill.load(hit, seconds=4.0)["r"].ok
     assert hit.wrong_pages() == []
-    assert nodes.stats.read_bytes == 24 * hit.pool.geometry.block_bytes
+    assert (nodes.stats.hedges, nodes.local.counts["bytes"]) == (1, 0)
     go_on.set()
     nodes.idle()
 
@@ -346,6 +347,164 @@ def test_several_requests_and_pools_of_a_batch(cluster: Callable[..., Cluster]) 
     results = bed.load(*hits, layers=8)
     assert all(result.ok for result in results.values())
     assert not [hit.rid for hit in hits if hit.wrong_pages()]
+    nodes.idle()
+
+
+def of_own_agent(nodes: Cluster, hit: Hit, warm: int) -> None:
+    """Have the first blocks of a hit in the memory of the machine's own agent."""
+    assert nodes.own is not None
+    nodes.own.warm(hit.pool.geometry, hit.keys[:warm])
+    eventually(lambda: nodes.peers.nearby(hit.pool.geometry) is not None, "it is known")
+
+
+def test_what_the_own_agent_has_not_and_this_node_cannot_read_another_one_reads(
+    cluster: Callable[..., Cluster],
+) -> None:
+    nodes = cluster(policy="shorter_queue", own=True)
+    hit = a_hit(nodes)
+    of_own_agent(nodes, hit, 10)
+    nodes.prefill.reads.also = failing(errno.EMFILE)
+    assert nodes.prefill.load(hit, seconds=8.0)["r"].ok
+    assert hit.wrong_pages() == []
+    assert nodes.stats.remote_bytes == 24 * hit.pool.geometry.block_bytes
+    nodes.idle()
+
+
+def test_what_the_own_agent_has_not_is_rescued_from_a_store_that_hangs(
+    cluster: Callable[..., Cluster],
+) -> None:
+    nodes = cluster(policy="shorter_queue", own=True)
+    hit = a_hit(nodes)
+    of_own_agent(nodes, hit, 10)
+    nodes.prefill.reads.also = gate = Gate()
+    assert nodes.prefill.load(hit, seconds=4.0)["r"].ok
+    assert hit.wrong_pages() == []
+    gate.opened.set()
+    nodes.idle()
+
+
+def test_an_own_agent_that_cannot_be_asked_leaves_the_hit_to_all(
+    cluster: Callable[..., Cluster],
+) -> None:
+    nodes = cluster(policy="split", own=True)
+    hit = a_hit(nodes)
+    of_own_agent(nodes, hit, 24)
+    assert nodes.own is not None
+    nodes.own.agent.serve = lambda _: End.BUSY  # type: ignore[method-assign]
+    assert nodes.prefill.load(hit)["r"].ok
+    assert hit.wrong_pages() == []
+    whole = 24 * hit.pool.geometry.block_bytes
+    assert nodes.stats.read_bytes == pytest.approx(whole / 2, abs=whole / 8)
+    nodes.idle()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_pool_without_blocks_holds_nobody_up(cluster: Callable[..., Cluster], own: bool) -> None:
+    nodes = cluster(policy="split", own=own)
+    hit = a_hit(nodes)
+    if own:
+        of_own_agent(nodes, hit, 24)
+    side = nodes.prefill.cache.attach(geometry("side", layers=3))
+    empty = PoolLoad(side, Pages(side, 1).landing, [], [], [7, 7, 7])
+    request = LoadRequest("r", [hit.part, empty])
+    load = nodes.prefill.streamer.start([request], layers=8, deadline=time.monotonic() + 20.0)
+    assert load.wait(20.0)["r"].ok
+    assert hit.wrong_pages() == []
+    nodes.idle()
+
+
+def test_many_blocks_that_this_node_cannot_read_another_one_reads(
+    cluster: Callable[..., Cluster],
+) -> None:
+    """More than an agent takes on as fetches of their own."""
+    nodes = cluster(policy="shorter_queue")
+    pool = nodes.prefill.cache.attach(geometry(layers=2, layer_bytes=4096))
+    hit = nodes.prefill.hit("r", pool, 300)
+    nodes.prefill.reads.also = failing(errno.EMFILE)
+    nodes.nodes[0].reads.also = lambda *_: time.sleep(0.01)
+    assert nodes.prefill.load(hit)["r"].ok
+    assert hit.wrong_pages() == []
+    assert nodes.stats.remote_fetches < 100
+    nodes.idle()
+
+
+def test_while_a_store_hangs_here_new_hits_go_to_others_at_once(
+    cluster: Callable[..., Cluster],
+) -> None:
+    nodes = cluster(policy="shorter_queue")
+    hit = a_hit(nodes)
+    nodes.prefill.reads.also = gate = Gate()
+    assert nodes.prefill.load(hit, seconds=4.0)["r"].ok
+    assert nodes.stats.hedges == 1
+    for _ in range(3):
+        again = a_hit(nodes, stored=False)
+        assert nodes.prefill.load(again, seconds=20.0)["r"].ok
+        assert again.wrong_pages() == []
+    assert nodes.stats.hedges == 1
+    gate.opened.set()
+    nodes.idle()
+    eventually(lambda: nodes.prefill.streamer.stats().retired_bytes == 0, "the reads are back")
+    last = a_hit(nodes, stored=False)
+    assert nodes.prefill.load(last)["r"].ok
+    assert nodes.stats.read_bytes > 0
+
+
+def test_a_store_that_hangs_is_rescued_by_a_node_that_comes_later(
+    cluster: Callable[..., Cluster],
+) -> None:
+    nodes = cluster(policy="shorter_queue")
+    hit = a_hit(nodes)
+    nodes.prefill.reads.also = gate = Gate()
+    (peer,) = nodes.peers._usable(None)
+    asked = threading.Event()
+    peer.usable = lambda _: asked.is_set()  # type: ignore[method-assign]
+    load = nodes.prefill.start(hit, seconds=8.0)
+    time.sleep(2.5)  # by now this node is late
+    asked.set()
+    assert load.wait(20.0)["r"].ok
+    assert hit.wrong_pages() == []
+    gate.opened.set()
+    nodes.idle()
+
+
+def test_the_hits_of_a_batch_are_spread_evenly_too(cluster: Callable[..., Cluster]) -> None:
+    nodes = cluster(policy="split")
+    pool = nodes.prefill.cache.attach(geometry())
+    hits = [nodes.prefill.hit(f"r{i}", pool, 10, seed=i) for i in range(8)]
+    begin = nodes.peers.begin
+
+    def slowly(*how: Any) -> Any:
+        time.sleep(0.2)
+        return begin(*how)
+
+    nodes.peers.begin = slowly  # type: ignore[method-assign]
+    results = nodes.prefill.load(*hits)
+    assert all(result.ok for result in results.values())
+    whole = 80 * pool.geometry.block_bytes
+    assert nodes.stats.remote_bytes == pytest.approx(whole / 2, abs=whole / 8)
+    nodes.idle()
+
+
+def test_pages_that_cannot_be_written_cost_their_request_alone(
+    cluster: Callable[..., Cluster],
+) -> None:
+    nodes = cluster(policy="peer")
+    pool = nodes.prefill.cache.attach(geometry())
+    good, bad = nodes.prefill.hit("good", pool, 60), nodes.prefill.hit("bad", pool, 2, seed=2)
+    nodes.nodes[0].reads.also = lambda *_: time.sleep(0.02)  # so that the bad one comes first
+    land = MemoryTarget.land
+
+    def fail(self: Any, staged: Any) -> Any:
+        if self._blocks[0][0].obj is bad.pages.memory:
+            raise RuntimeError("of the test")
+        return land(self, staged)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryTarget, "land", fail)
+        results = nodes.prefill.load(bad, good)
+    assert results["bad"].outcome is Outcome.ERROR
+    assert results["good"].ok
+    assert good.wrong_pages() == []
     nodes.idle()
 
 
