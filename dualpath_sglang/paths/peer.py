@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from dualpath_sglang.paths.reports import NodeReport
 from dualpath_sglang.scheduling.paths import Side
 from dualpath_sglang.streaming.estimate import RateMeter
 from dualpath_sglang.streaming.other_paths import Blame
@@ -74,10 +75,10 @@ class Peer:
     ) -> None:
         self.name = name
         self.where = where
-        self.reported_at: object = None
-        """Which of its reports was heeded last."""
         self.read_rate: float | None = None
         """Bytes a second that it reads from storage, as it says itself."""
+        self._report: object = None
+        """Which of its reports was heeded last."""
         self._dial = dial
         self._refused = False
         self._counts = counts
@@ -140,6 +141,13 @@ class Peer:
             self._told = Told(load, self._clock())
             self._asked_since = 0
 
+    def heed(self, report: NodeReport) -> None:
+        """What it says of itself."""
+        if report.load is not None and report.told != self._report:
+            self._report = report.told
+            self.said(report.load)
+        self.read_rate = report.read_rate or self.read_rate
+
     # -- the connection ---------------------------------------------------------------------
 
     def reach(self) -> None:
@@ -152,7 +160,13 @@ class Peer:
             self._connecting = True
         if connection is not None:
             self._say(connection.lost or "the connection was closed")
-        threading.Thread(target=self._connect, name="dualpath-connect", daemon=True).start()
+        try:
+            threading.Thread(target=self._connect, name="dualpath-connect", daemon=True).start()
+        except RuntimeError as error:  # no more threads for now
+            with self._lock:
+                self._connecting = False
+                self._wait_longer()
+            self._say(str(error))
 
     def _connect(self) -> None:
         connection = None
@@ -166,8 +180,9 @@ class Peer:
         except TransportError as error:
             self._counts["unreachable"] += 1
             self._say(str(error))
-        except Exception:
-            logger.exception("Connecting to %s failed", self.where)
+        except Exception as error:  # noqa: BLE001 -- whatever it is, it is said once
+            self._counts["unreachable"] += 1
+            self._say(f"connecting failed: {error!r}")
         with self._lock:
             self._connecting = False
             old, self._connection = self._connection, connection
@@ -199,11 +214,18 @@ class Peer:
             logger.info("Node %s at %s reads for this one", self.name, self.where)
         self._state = why
 
-    def close(self) -> None:
-        """Let go of it; every fetch ends."""
+    def leave(self) -> None:
+        """Let go of it; every fetch ends soon. Does not wait."""
         with self._lock:
             self._closed = True
             connection = self._connection
+        if connection is not None:
+            connection.shut()
+
+    def close(self) -> None:
+        """The same, and wait until every fetch has ended."""
+        self.leave()
+        connection = self._connection
         if connection is not None:
             connection.close()
 
@@ -229,7 +251,9 @@ class Peer:
         try:
             going.fetch = connection.fetch(request, destination, going)
         except (TransportError, ValueError) as error:
-            self._returned(size)
+            with self._lock:
+                self._asked_since = max(0, self._asked_since - size)
+                self._outstanding -= size
             self._counts["not_begun"] += 1
             logger.debug("A fetch from %s cannot begin: %s", self.name, error)
             return None

@@ -18,9 +18,10 @@ from typing import Literal, TypeAlias
 
 from dualpath_sglang.index import Report
 from dualpath_sglang.paths.peer import Peer, PeerFetch
+from dualpath_sglang.paths.reports import NodeReport, nodes_among
 from dualpath_sglang.scheduling.paths import Share, Side, shorter_queue, split
 from dualpath_sglang.streaming.other_paths import NOTHING, Blame
-from dualpath_sglang.transport.base import Destination, Fetching, FetchRequest, Load
+from dualpath_sglang.transport.base import Destination, Fetching, FetchRequest
 from dualpath_sglang.transport.client import Connection, PeerAddress
 from dualpath_sglang.transport.handshake import VERSION
 from dualpath_sglang.transport.local_client import LocalConnection
@@ -34,6 +35,8 @@ node alone, or another one alone."""
 
 _LOOK_EVERY_S = 0.25
 _MOST = 256
+_MOST_NOTED = 1024
+"""Nodes of another version that are told of."""
 _FORGET_S = 5.0
 """A node that is not reported any more is kept for so long."""
 
@@ -204,27 +207,24 @@ class Peers:
         now, nearby = time.monotonic(), self.options.own()
         own = None if nearby is None else nearby.id
         self._know_own(nearby)
-        for report in reports.values():
-            name = str(report.get("node_id", ""))
-            if report.get("role") != "node" or not name:
+        for report in nodes_among(reports.values()):
+            if report.name == own:
+                self._own_has_blocks = report.has_blocks
                 continue
-            if name == own:
-                self._own_has_blocks = bool(report.get("cached_bytes"))
+            if report.protocol != VERSION:
+                self._note_version(report)
                 continue
-            if report.get("protocol") != VERSION:
-                self._note_version(name, report)
-                continue
-            peer = self._peer(name, str(report.get("address", "")))
+            peer = self._peer(report)
             if peer is not None:
-                self._seen[name] = now
-                _heed(peer, report)
+                self._seen[report.name] = now
+                peer.heed(report)
         gone = [name for name, seen in self._seen.items() if now - seen > _FORGET_S or name == own]
         for name in gone:
             del self._seen[name]
             with self._lock:
                 peer = self._peers.pop(name)
             logger.info("Node %s is gone", name)
-            peer.close()
+            peer.leave()
 
     def _know_own(self, nearby: Nearby | None) -> None:
         """This machine's agent may be another one by now, or none."""
@@ -233,44 +233,43 @@ class Peers:
             return
         self._own, self._own_has_blocks = None, False
         if before is not None:
-            before.close()
+            before.leave()
         if nearby is not None and nearby.socket is not None:
             path = nearby.socket
             self._own = Peer(
                 nearby.id, str(path), lambda _, end: LocalConnection(path, end), self.counts
             )
 
-    def _peer(self, name: str, address: str) -> Peer | None:
+    def _peer(self, report: NodeReport) -> Peer | None:
+        """The node that is reported; None when there are too many."""
         with self._lock:
-            peer = self._peers.get(name)
+            peer = self._peers.get(report.name)
         if peer is not None:
             return peer
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            return None
         options = self.options
-        where = PeerAddress(host.strip("[]"), int(port), tls=options.tls, dscp=options.dscp)
+        where = PeerAddress(report.host, report.port, tls=options.tls, dscp=options.dscp)
 
         def dial(refused: bool, deadline: float) -> Connection:
             return Connection(replace(where, secret=options.secret(refused)), deadline)
 
-        peer = Peer(name, str(where), dial, self.counts)
+        peer = Peer(report.name, str(where), dial, self.counts)
         with self._lock:
             if len(self._peers) >= _MOST:
                 return None
-            self._peers[name] = peer
+            self._peers[report.name] = peer
         return peer
 
-    def _note_version(self, name: str, report: Report) -> None:
+    def _note_version(self, report: NodeReport) -> None:
+        if report.name in self._other_versions or len(self._other_versions) >= _MOST_NOTED:
+            return
+        self._other_versions.add(report.name)
         self.counts["version"] += 1
-        if name not in self._other_versions:
-            self._other_versions.add(name)
-            logger.warning(
-                "Node %s is not used: it speaks version %s of the protocol, not %s",
-                name,
-                report.get("protocol"),
-                VERSION,
-            )
+        logger.warning(
+            "Node %s is not used: it speaks version %s of the protocol, not %s",
+            report.name,
+            report.protocol,
+            VERSION,
+        )
 
     def close(self) -> None:
         """Let go of all; every fetch ends."""
@@ -279,19 +278,8 @@ class Peers:
             self._thread.join()
         with self._lock:
             peers, self._peers = list(self._peers.values()), {}
-        self._know_own(None)
-        for peer in peers:
+        own, self._own = self._own, None
+        for peer in [*peers, *([own] if own is not None else [])]:
+            peer.leave()
+        for peer in [*peers, *([own] if own is not None else [])]:
             peer.close()
-
-
-def _heed(peer: Peer, report: Report) -> None:
-    """What a node says of itself."""
-    queue, tokens, rate = (
-        report.get(field) for field in ("read_queue_bytes", "read_queue_tokens", "read_rate")
-    )
-    at = report.get("up_s")
-    if isinstance(queue, int) and at != peer.reported_at:
-        peer.reported_at = at
-        peer.said(Load(queue, tokens if isinstance(tokens, int) else 0))
-    if isinstance(rate, int | float) and rate > 0:
-        peer.read_rate = float(rate)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from dualpath_sglang.paths.peer import Peer
 from dualpath_sglang.paths.peers import Nearby, PathOptions, Peers
 from dualpath_sglang.scheduling.paths import Share, Side
 from dualpath_sglang.streaming.other_paths import LOCAL, Blame
-from dualpath_sglang.transport.base import End, Load, StridedDestination
+from dualpath_sglang.transport.base import End, Load, PeerLostError, StridedDestination
 from dualpath_sglang.transport.client import Connection
 from dualpath_sglang.transport.handshake import VERSION
 from dualpath_sglang.transport.server import Server, ServerOptions
@@ -222,8 +224,6 @@ def test_a_fetch_brings_blocks_and_what_the_node_says_of_its_queue(
 def test_what_is_under_way_counts_as_the_nodes_queue(
     fleet: Fleet, start: Callable[..., Peers]
 ) -> None:
-    import threading
-
     go = threading.Event()
     fleet.add("a", Blocks(hold=lambda *_: go.wait(20.0) and None))
     peers = start(policy="shorter_queue")
@@ -300,8 +300,6 @@ def test_a_late_node_that_is_heard_of_keeps_its_connection(
 def test_a_cancelled_fetch_ends_and_counts_no_more(
     fleet: Fleet, start: Callable[..., Peers]
 ) -> None:
-    import threading
-
     go = threading.Event()
     fleet.add("a", Blocks(hold=lambda layer, _: layer > 1 and go.wait(20.0) and None))
     peers = start()
@@ -332,6 +330,9 @@ def stub(name: str, queue: int = 0, rate: float | None = None) -> Any:
             return Side(name, queue, rate)
 
         def reach(self) -> None:
+            pass
+
+        def leave(self) -> None:
             pass
 
         def close(self) -> None:
@@ -384,6 +385,113 @@ def test_what_others_bring_counts_only_when_hits_are_split() -> None:
         peers = with_peers(policy, stub("a", 0, 1e8), stub("b", 0, None))
         assert peers.bytes_per_s == expected
         peers.close()
+
+
+NONSENSE: dict[str, Any] = {
+    "endless rate": {"read_rate": float("inf")},
+    "no rate": {"read_rate": float("nan")},
+    "huge rate": {"read_rate": 10**400},
+    "rate below zero": {"read_rate": -1.0},
+    "huge queue": {"read_queue_bytes": 10**400, "read_queue_tokens": 10**400},
+    "queue below zero": {"read_queue_bytes": -(10**30)},
+    "queue of text": {"read_queue_bytes": "x", "read_rate": "y"},
+    "queue of truth": {"read_queue_bytes": True, "read_rate": True},
+    "another time": {"up_s": float("nan")},
+}
+
+
+@pytest.mark.parametrize("changes", NONSENSE.values(), ids=NONSENSE)
+def test_nonsense_about_a_node_does_no_harm(
+    fleet: Fleet, start: Callable[..., Peers], changes: dict[str, Any]
+) -> None:
+    fleet.add("a", **changes)
+    fleet.add("b")
+    peers = start(policy="split")
+    eventually(lambda: usable(peers) == {"a", "b"}, "both are connected")
+    for own in (Side(LOCAL, 0, None), Side(LOCAL, 0, 1e9), Side(LOCAL, 0, 0.0)):
+        assert sum(sides(peers, own=own).values()) == 100
+    assert peers.substitute(OF) in ("a", "b")
+    assert 0.0 <= peers.bytes_per_s < float("inf")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"address": "127.0.0.1:²"},
+        {"address": "127.0.0.1:" + "9" * 5000},
+        {"address": "127.0.0.1:70000"},
+        {"address": "a\nb:1"},
+        {"address": "x" * 10_000 + ":1"},
+        {"address": 7},
+        {"node_id": "a\nWARNING something else"},
+        {"node_id": "x" * 10_000},
+        {"node_id": 7},
+        {"protocol": "\n"},
+    ],
+    ids=lambda changes: repr(changes)[:40],
+)
+def test_a_node_that_cannot_be_one_keeps_nobody_out(
+    fleet: Fleet,
+    start: Callable[..., Peers],
+    caplog: pytest.LogCaptureFixture,
+    changes: dict[str, Any],
+) -> None:
+    fleet.add("a", **changes)
+    fleet.add("b")
+    peers = start()
+    eventually(lambda: usable(peers) == {"b"}, "the right one is connected")
+    time.sleep(0.6)  # more looks
+    assert set(peers._peers) == {"b"}
+    said = [record.getMessage() for record in caplog.records]
+    assert not [text for text in said if "failed" in text or "\n" in text or len(text) > 1000]
+
+
+def test_what_is_no_report_keeps_nobody_out(fleet: Fleet, start: Callable[..., Peers]) -> None:
+    fleet.add("b")
+    nonsense: Any = {"x": [], "y": None, "z": "text"}
+    fleet.reports = {**nonsense, **(fleet.reports or {})}
+    peers = start()
+    eventually(lambda: usable(peers) == {"b"}, "the right one is connected")
+
+
+def test_a_node_of_another_version_counts_once(fleet: Fleet, start: Callable[..., Peers]) -> None:
+    fleet.add("old", protocol=VERSION - 1)
+    fleet.add("right")
+    peers = start()
+    eventually(lambda: usable(peers) == {"right"}, "the right one is connected")
+    time.sleep(0.8)  # several looks
+    assert peers.counts["version"] == 1
+
+
+def test_a_thread_that_cannot_be_had_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[bool] = []
+
+    def dial(refused: bool, deadline: float) -> Connection:
+        tried.append(refused)
+        raise PeerLostError("of the test")
+
+    peer = Peer("a", "nowhere", dial, Counter())
+    with monkeypatch.context() as patch:
+
+        def refuse(self: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        patch.setattr(threading.Thread, "start", refuse)
+        peer.reach()
+    eventually(lambda: (peer.reach(), tried)[1], "it is tried again")
+
+
+def test_a_fetch_that_could_not_begin_is_not_in_the_queue() -> None:
+    peer = Peer("a", "nowhere", never, Counter())
+    connection: Any = SimpleNamespace(lost=None, fetch=_lost)
+    peer._connection = connection
+    fetched = place_for(request_of(keys(2)))
+    assert peer.begin(fetched.request, fetched.destination, fetched) is None
+    assert peer.side().queue_bytes == 0
+
+
+def _lost(*_: object) -> None:
+    raise PeerLostError("of the test")
 
 
 def never(refused: bool, deadline: float) -> Connection:

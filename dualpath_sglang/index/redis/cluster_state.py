@@ -90,8 +90,9 @@ class ClusterState:
         """What every node said last, without those whose time is over."""
         run = Run(_NODES, [self._access.key("nodes")], [])
         (flat,) = self._access.call_store([run], self._end())
-        pairs = zip(flat[::2], flat[1::2], strict=True)
-        return {node.decode(): json.loads(text) for node, text in sorted(pairs)}
+        pairs = sorted(zip(flat[::2], flat[1::2], strict=True))
+        reports = {node.decode(errors="replace"): _report(text) for node, text in pairs}
+        return {node: report for node, report in reports.items() if report is not None}
 
     def secret(self, offered: bytes = b"") -> bytes:
         """The secret of the nodes, which is ``offered`` when none stands there yet.
@@ -127,6 +128,15 @@ class ClusterState:
 
     def _end(self) -> float:
         return time.monotonic() + self._timeout_s
+
+
+def _report(text: bytes) -> Report | None:
+    """What a node said; None when it is no report, for anybody may have written it."""
+    try:
+        report = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return report if isinstance(report, dict) else None
 
 
 def _ms(seconds: float) -> int:

@@ -87,6 +87,23 @@ def test_a_node_that_says_nothing_is_forgotten(
         assert admin.hkeys(index._access.key("nodes")) == [b"here"]
 
 
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"\xff", b"[1]", b"7", b"null", b"[" * 100_000, b"9" * 10_000]
+)
+def test_what_is_no_report_hides_no_other(
+    server: RedisServer, index: RedisIndex, state: ClusterState, text: bytes
+) -> None:
+    state.report("here", {"role": "node"}, LONG_S)
+    name = index._access.key("nodes")
+    with server.admin() as admin:
+        (until,) = [value[: -len(b'{"role":"node"}')] for value in admin.hvals(name)]
+        admin.hset(name, b"nons\xffense", until + text)
+        admin.hset(name, "short", b"x")
+    assert state.nodes() == {"here": {"role": "node"}}
+    state.report("here", {"role": "node"}, LONG_S)
+    assert state.nodes() == {"here": {"role": "node"}}
+
+
 def test_a_lease_has_one_owner_and_a_higher_number_each_time(state: ClusterState) -> None:
     first = state.lease("janitor", "one", LONG_S)
     assert first is not None
