@@ -7,10 +7,13 @@ import time
 from array import array
 from collections.abc import Sequence
 
+from dualpath_sglang.streaming.estimate import too_slow
 from dualpath_sglang.streaming.other_paths import Going
 from dualpath_sglang.transport.base import End, FetchRequest, Load, Span
+from dualpath_sglang.transport.verify import bad_layer_blocks
 from dualpath_storage import Geometry, Pieces
-from dualpath_storage.header import layer_checksums
+
+_LOOK_EVERY_S = 0.05
 
 
 class HostFetch:
@@ -27,8 +30,8 @@ class HostFetch:
     ) -> None:
         self.side = side
         self.numbers = numbers
-        self.heard = time.monotonic()
-        """When something last came."""
+        self.began = self.heard = time.monotonic()
+        """When it began, and when something last came."""
         self.damaged = False
         """Whether something came that does not have its checksum."""
         self.going: Going | None = None
@@ -36,6 +39,7 @@ class HostFetch:
         self._pieces = pieces
         self._per_layer = len(pieces[0]) // geometry.layers
         self._left = array("H", [geometry.layers]) * len(numbers)
+        self._came = 0
         self._over = threading.Event()
 
     # -- Destination ------------------------------------------------------------------------
@@ -63,13 +67,13 @@ class HostFetch:
 
     def landed(self, span: Span, checksums: Sequence[int]) -> None:
         """See :class:`~dualpath_sglang.transport.base.Fetching`."""
-        for i in range(span.count):
-            block, begin = span.first + i, i * span.layers
-            sums = layer_checksums(self._layers(block, span), span.layers)
-            if sums == list(checksums[begin : begin + span.layers]):
+        bad = bad_layer_blocks(self.views(span, 0.0), self.layer_bytes, checksums)
+        hurt = {span.first + i // span.layers for i in bad}
+        self.damaged |= bool(hurt)
+        for block in range(span.first, span.first + span.count):
+            if block not in hurt:
                 self._left[block] -= span.layers
-            else:
-                self.damaged = True
+        self._came += span.layer_blocks
         self.heard = time.monotonic()
 
     def missing(self, blocks: Sequence[int]) -> None:
@@ -85,14 +89,27 @@ class HostFetch:
     # -- for the caller ---------------------------------------------------------------------
 
     def wait(self, patience_s: float, deadline: float) -> bool:
-        """Until it is over; False once nothing has come for ``patience_s``, or at the deadline."""
+        """Until it is over, or is not to be waited for any more; which of the two.
+
+        Args:
+            patience_s: nothing has come for so long, or so little in that time that the rest would
+                come too late.
+            deadline: monotonic seconds.
+        """
+        total = len(self.numbers) * self._geometry.layers
         while not self._over.is_set():
-            end = min(self.heard + patience_s, deadline)
-            left_s = end - time.monotonic()
-            if left_s <= 0:
+            now = time.monotonic()
+            left_s = min(self.heard + patience_s, deadline) - now
+            slow = too_slow(self.began, now, deadline, done=self._came, total=total)
+            if left_s <= 0 or (slow and now - self.began >= patience_s):
                 return False
-            self._over.wait(left_s)
+            self._over.wait(min(left_s, _LOOK_EVERY_S))
         return True
+
+    def stop(self) -> None:
+        """Nobody wants it any more; nothing writes to the memory afterwards."""
+        if self.going is not None and not self._over.is_set():
+            self.going.cancel()
 
     @property
     def whole(self) -> list[int]:

@@ -10,18 +10,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.paths.host_fetch import HostFetch
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.scheduling.paths import Side
 from dualpath_sglang.streaming.other_paths import LOCAL, Blame, OtherPaths
-from dualpath_sglang.transport.base import FetchRequest
+from dualpath_sglang.transport.base import MAX_BLOCKS, FetchRequest
 from dualpath_storage import Pieces, Placement, ReadStatus
 
 _SAMPLE_BYTES = 1 << 20
 _NEW_SHARE = 0.3
+_LONGEST_S = 3600.0
+"""A fetch is asked for no longer, however much time the caller has."""
 
 
 @dataclass(slots=True)
@@ -34,6 +36,8 @@ class _Job:
     began: float
     timeout_s: float
     good: list[bool]
+    fetches: list[HostFetch] = field(default_factory=list)
+    """All that was asked of others, over or not."""
 
     @property
     def deadline(self) -> float:
@@ -68,9 +72,17 @@ class HostReader:
     ) -> list[bool]:
         """As :meth:`KVCache.read`, of whole blocks."""
         job = _Job(pool, keys, pieces, time.monotonic(), timeout_s, [False] * len(keys))
+        try:
+            self._read(job)
+        finally:  # whatever happens, the memory is the caller's again
+            for fetch in job.fetches:
+                fetch.stop()
+        return job.good
+
+    def _read(self, job: _Job) -> None:
         left = self._from_nearby(job)
         own = Side(LOCAL, self._cache.read_queue.of_machine()[0], self._rate)
-        shares = self._paths.shares(pool.geometry, len(left), own)
+        shares = self._paths.shares(job.pool.geometry, len(left), own)
         fetches: list[HostFetch] = []
         mine: list[int] = []
         for share in shares:
@@ -84,7 +96,6 @@ class HostReader:
         self._await(job, fetches)
         self._read_here(job, [i for f in fetches for i in f.numbers if not job.good[i]])
         self._substitute(job, [i for i in mine if not job.good[i]])
-        return job.good
 
     def _from_nearby(self, job: _Job) -> Sequence[int]:
         """Have what this machine's agent has in memory; the numbers of what it has not."""
@@ -100,14 +111,17 @@ class HostReader:
         self, job: _Job, numbers: Sequence[int], side: str, *, cached_only: bool = False
     ) -> HostFetch | None:
         """Ask another node; None when it cannot be asked."""
-        geometry = job.pool.geometry
-        if job.left_s <= 0:
+        geometry, left_s = job.pool.geometry, min(job.left_s, _LONGEST_S)
+        if left_s <= 0 or len(numbers) > MAX_BLOCKS:
             return None
         fetch = HostFetch(side, geometry, numbers, [job.pieces[i] for i in numbers])
         keys = [job.keys[i] for i in numbers]
-        request = FetchRequest(geometry.id_bytes, keys, 0, geometry.layers, job.left_s, cached_only)
+        request = FetchRequest(geometry.id_bytes, keys, 0, geometry.layers, left_s, cached_only)
         fetch.going = self._paths.begin(side, request, fetch, fetch)
-        return None if fetch.going is None else fetch
+        if fetch.going is None:
+            return None
+        job.fetches.append(fetch)
+        return fetch
 
     def _await(self, job: _Job, fetches: Sequence[HostFetch]) -> None:
         """Until every fetch is over or given up."""
@@ -117,8 +131,7 @@ class HostReader:
                 self._paths.blame(fetch.side, Blame.LATE)
                 with self._lock:
                     self.hedges += 1
-                assert fetch.going is not None
-                fetch.going.cancel()
+                fetch.stop()
             if fetch.damaged:
                 self._paths.blame(fetch.side, Blame.BAD)
             whole = fetch.whole

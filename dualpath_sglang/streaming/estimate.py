@@ -8,6 +8,18 @@ from dataclasses import dataclass
 _SAMPLE_S = 0.02
 _MEMORY_S = 1.0
 _DOUBLING_S = 30.0
+_AHEAD = 0.9
+"""Share of the time until the deadline by which a side must be expected to be through."""
+
+
+def too_slow(began: float, now: float, deadline: float, *, done: int, total: int) -> bool:
+    """Whether a side that goes on as it has begun would be through only just before a deadline.
+
+    Args:
+        began, now, deadline: seconds of any one clock.
+        done: of ``total``; nothing is said of a side that has not brought anything yet.
+    """
+    return done > 0 and (now - began) * total > done * _AHEAD * (deadline - began)
 
 
 @dataclass(frozen=True, slots=True)

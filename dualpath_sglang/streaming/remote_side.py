@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from dualpath_sglang.read_queue import ReadQueue
 from dualpath_sglang.scheduling.paths import Share, Side
 from dualpath_sglang.streaming.batch import Batch, Part, Request
+from dualpath_sglang.streaming.estimate import too_slow
 from dualpath_sglang.streaming.hedging import By
 from dualpath_sglang.streaming.landing import DONE, Landed, Packed, Staged
 from dualpath_sglang.streaming.load import Outcome
@@ -35,8 +36,6 @@ from dualpath_storage.ranges import RangeShape
 
 logger = logging.getLogger(__name__)
 
-_AHEAD = 0.9
-"""Share of the time until the deadline by which a side must be expected to be through."""
 _LOOK_EVERY_S = 0.005
 _AGAIN_S = 0.1
 """When nobody can be asked now, but perhaps then."""
@@ -409,12 +408,10 @@ class RemoteSide:
     def _is_late(self, read: RemoteRead, now: float) -> bool:
         if now >= self._late_at(read.batch, read.heard):
             return True
-        load = read.batch.load
-        elapsed_s = now - read.began
-        if elapsed_s < self._patience_of(read.batch) or not read.landed_bytes:
-            return False
-        through = read.began + elapsed_s * read.total_bytes / read.landed_bytes
-        return through > load.began + _AHEAD * (load.deadline - load.began)
+        end, done = read.batch.load.deadline, read.landed_bytes
+        return now >= self._late_at(read.batch, read.began) and too_slow(
+            read.began, now, end, done=done, total=read.total_bytes
+        )
 
     # -- the end ----------------------------------------------------------------------------
 

@@ -30,10 +30,13 @@ def bad_layer_blocks(
     if sum(map(len, views)) != len(checksums) * layer_bytes:
         raise ValueError(f"these are not the bytes of {len(checksums)} Layer Blocks")
     digest = xxhash.xxh3_64_intdigest
-    if layer_bytes > _BITE_BYTES or any(len(view) % layer_bytes for view in views):
+    if not checksums:
+        return []
+    size = len(views[0])
+    if size and layer_bytes % size == 0 and all(len(view) == size for view in views):
+        found = layer_checksums(views, len(checksums))
+    elif layer_bytes > _BITE_BYTES or any(len(view) % layer_bytes for view in views):
         found = [sum_ for parts in _cut(views, layer_bytes) for sum_ in layer_checksums(parts, 1)]
-    elif len(views) == len(checksums):
-        found = [digest(view) for view in views]
     else:
         found = [
             digest(view[at : at + layer_bytes])

@@ -182,3 +182,52 @@ def test_a_read_ends_by_its_deadline_and_nothing_is_written_afterwards(
     go_on.set()
     read.nodes.idle()
     assert read.memory == before
+
+
+def test_a_fault_of_this_process_ends_what_was_asked_for(
+    host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller's memory is somebody else's afterwards, also when the read raises."""
+    read = host(policy="split")
+    go_on = threading.Event()
+    read.nodes.nodes[0].wire.hook = stop_after(100_000, go_on)
+
+    def fail(*_: Any, **__: Any) -> list[bool]:
+        raise MemoryError("of the test")
+
+    monkeypatch.setattr(read.nodes.prefill.cache, "read", fail)
+    with pytest.raises(MemoryError):
+        read.read()
+    before = bytes(read.memory)
+    go_on.set()
+    time.sleep(0.5)
+    assert bytes(read.memory) == before
+    read.nodes.idle()
+
+
+def test_a_read_without_time_is_a_miss(host: Callable[..., Host]) -> None:
+    read = host(policy="peer")
+    for timeout_s in (0.0, -1.0, 1e-9, 1e-5, 1e-4):
+        assert read.read(timeout_s=timeout_s) == [False] * COUNT
+
+
+def test_a_read_may_have_all_the_time_there_is(host: Callable[..., Host]) -> None:
+    read = host(policy="peer")
+    assert all(read.read(timeout_s=1e9))
+    assert read.here == 0
+
+
+def test_a_node_that_brings_too_little_is_replaced(host: Callable[..., Host]) -> None:
+    """It never falls silent, and would not be through by the deadline."""
+    read = host(policy="peer")
+
+    def slowly(data: bytes) -> bytes:
+        time.sleep(0.4)
+        return data
+
+    read.nodes.nodes[0].wire.hook = slowly
+    assert all(read.read(timeout_s=6.0))
+    assert all(read.right())
+    assert read.here > 0
+    read.nodes.nodes[0].wire.hook = lambda data: data
+    read.nodes.idle()

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dualpath_sglang.streaming.estimate import Forecast, RateMeter
+from dualpath_sglang.streaming.estimate import Forecast, RateMeter, too_slow
 
 
 def test_a_load_waits_for_what_is_queued_before_it() -> None:
@@ -71,3 +71,11 @@ def test_a_slow_moment_is_forgotten() -> None:
     assert meter.rate(30.0) == 1e6
     assert meter.rate(330.0) == pytest.approx(1e6 * 2**10)
     assert meter.rate(1e12) is not None
+
+
+def test_a_side_that_goes_on_as_it_has_begun_is_too_slow_or_not() -> None:
+    assert not too_slow(0.0, 2.0, 10.0, done=0, total=100)
+    assert not too_slow(0.0, 2.0, 10.0, done=30, total=100)
+    assert too_slow(0.0, 2.0, 10.0, done=20, total=100)
+    assert not too_slow(0.0, 2.0, 10.0, done=100, total=100)
+    assert not too_slow(0.0, 2.0, float("inf"), done=1, total=100)
