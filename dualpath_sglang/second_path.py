@@ -12,6 +12,7 @@ from dualpath_sglang.node.machine import MachineDir
 from dualpath_sglang.node.options import NodeError
 from dualpath_sglang.node.secret import NodeSecret
 from dualpath_sglang.paths.peers import Nearby, PathOptions, Peers
+from dualpath_sglang.transport.base import PeerLostError
 from dualpath_storage import StoreError
 
 
@@ -34,6 +35,8 @@ def other_nodes(config: DualPathConfig, cache: KVCache, machine: MachineDir | No
         if refused or not secret.value:
             with contextlib.suppress(IndexUnavailableError):
                 secret.look(cache.index)
+        if not secret.value:  # nodes always have one: who wants none is no node
+            raise PeerLostError("the index does not say what the nodes' secret is")
         return secret.value
 
     def own() -> Nearby | None:

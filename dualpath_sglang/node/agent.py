@@ -24,6 +24,8 @@ from dualpath_storage.notices import Notices
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
+"""Also how long others wait for whoever looks: a store that hangs must not keep up those who ask
+for what is known."""
 
 
 class Agent:
@@ -81,17 +83,20 @@ class Agent:
         return fetch if fetch.begin() else End.BUSY
 
     def _pool(self, geometry_id: bytes) -> Pool | None:
-        with self._lock:
-            if geometry_id not in self._pools:
-                now = time.monotonic()
-                if now - self._looked_at < _LOOK_EVERY_S:
-                    return None
+        """Of a geometry; None when there is none, or the store does not say in time."""
+        pool = self._pools.get(geometry_id)
+        if pool is not None or not self._lock.acquire(timeout=_LOOK_EVERY_S):
+            return pool
+        try:
+            now = time.monotonic()
+            if geometry_id not in self._pools and now - self._looked_at >= _LOOK_EVERY_S:
                 self._looked_at = now
                 for geometry in self._cache.geometries():
-                    self._pools.setdefault(
-                        geometry.id_bytes, self._cache.attach(geometry, writer=False)
-                    )
+                    attached = self._cache.attach(geometry, writer=False)
+                    self._pools.setdefault(geometry.id_bytes, attached)
             return self._pools.get(geometry_id)
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """End every read. No fetch may be under way."""

@@ -16,7 +16,7 @@ import ssl
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dualpath_sglang.transport.base import (
     End,
@@ -70,7 +70,7 @@ class ServerOptions:
 
     host: str = "127.0.0.1"
     port: int = 0
-    secret: bytes = b""
+    secret: bytes = field(default=b"", repr=False)
     tls: ssl.SSLContext | None = None
     dscp: int = 0
     most_connections: int = 256

@@ -527,6 +527,34 @@ def test_a_store_that_hangs_is_not_waited_for_again(
     assert first.right(of) == set(range(40))
 
 
+def test_a_store_that_hangs_over_what_is_unknown_keeps_up_nobody_else(
+    make_bed: Callable[..., Bed], of: Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed, keys = make_bed(), chain("a", 8)
+    bed.store(of, keys)
+    assert bed.fetch(of, keys).ends == [End.OK]
+    go_on, looking = threading.Event(), threading.Event()
+
+    def hang() -> list[Geometry]:
+        looking.set()
+        go_on.wait(SOON_S)
+        return []
+
+    monkeypatch.setattr(bed.cache, "geometries", hang)
+    monkeypatch.setattr(bed.agent, "_looked_at", float("-inf"))
+    unknown = geometry(model="another")
+    waiting = bed.begin(unknown, keys)
+    assert looking.wait(SOON_S)
+    other, known = bed.begin(unknown, keys), bed.begin(of, keys)
+    assert known.fetch.wait(SOON_S / 2)
+    assert known.right(of) == set(range(len(keys)))
+    assert other.fetch.wait(SOON_S / 2)
+    assert not waiting.ends
+    go_on.set()
+    assert waiting.fetch.wait(SOON_S)
+    assert (waiting.ends, other.ends) == ([End.UNKNOWN], [End.UNKNOWN])
+
+
 def test_what_goes_wrong_in_the_agent_ends_the_fetch_and_leaves_nothing(
     make_bed: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
