@@ -7,6 +7,7 @@ handshake that it is alive and of one mind with us, nothing is asked of it.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_S = 2.0
 _PAUSES_S = (0.25, 4.0)
+_WELL_S = 10.0
+"""Who fails after so long without a failure begins with a short pause again."""
 _BUSY_S = 0.2
 _UNKNOWN_S = 2.0
 _SILENT_S = 0.5
@@ -88,7 +91,7 @@ class Peer:
         self._connecting = False
         self._closed = False
         self._pause_s = 0.0
-        self._try_at = 0.0
+        self._try_at = -math.inf
         self._not_before = 0.0
         self._unknown: dict[bytes, float] = {}
         self._meter = RateMeter()
@@ -199,10 +202,14 @@ class Peer:
             old.close()
 
     def _wait_longer(self) -> None:
-        """With the lock held."""
+        """With the lock held. All fetches of a connection fail with it: that is one failure."""
+        now = self._clock()
+        if now < self._try_at:
+            return
         first, longest = _PAUSES_S
-        self._pause_s = min(max(first, 2 * self._pause_s), longest)
-        self._try_at = self._clock() + self._pause_s
+        again = now - self._try_at <= _WELL_S
+        self._pause_s = min(2 * self._pause_s, longest) if again else first
+        self._try_at = now + self._pause_s
 
     def _say(self, why: str) -> None:
         """One line a change of state."""
@@ -295,9 +302,7 @@ class Peer:
         if load is not None:
             self._heard = self._clock()
             self.said(load)
-        if end is End.OK:
-            self._pause_s = 0.0
-        elif end is End.BUSY:
+        if end is End.BUSY:
             self._not_before = self._clock() + _BUSY_S
         elif end is End.UNKNOWN:
             self._unknown[geometry_id] = self._clock() + _UNKNOWN_S

@@ -233,9 +233,9 @@ class RemoteSide:
                 break
             memory = piece.memory[at * shape.stride :]
             staged = Staged(memory, shape, blocks.start, len(blocks))
-            landed = self._land(read.batch, read.part, staged, blocks)
             size = len(blocks) * shape.stride
-            read.landed_bytes += size
+            read.landed_bytes += size  # before the request ends, if this was all of it
+            landed = self._land(read.batch, read.part, staged, blocks)
             read.part.request.remote_bytes += size
             self._stats.remote_bytes += size
         return landed

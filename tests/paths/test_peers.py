@@ -481,6 +481,28 @@ def test_a_thread_that_cannot_be_had_is_asked_for_again(monkeypatch: pytest.Monk
     eventually(lambda: (peer.reach(), tried)[1], "it is tried again")
 
 
+def test_a_connection_that_breaks_under_many_fetches_is_one_failure() -> None:
+    clock = [100.0]
+    peer = Peer("a", "nowhere", never, Counter(), clock=lambda: clock[0])
+    for _ in range(2):
+        for _ in range(8):
+            peer._ended(GEOMETRY_ID, End.LOST, None, 0)
+        assert peer._try_at == clock[0] + 0.25
+        clock[0] += 60.0  # it was reached anew, and was well for long
+
+
+def test_one_that_fails_again_and_again_is_tried_less_and_less_often() -> None:
+    clock = [100.0]
+    peer = Peer("a", "nowhere", never, Counter(), clock=lambda: clock[0])
+    pauses = []
+    for _ in range(6):
+        peer._ended(GEOMETRY_ID, End.OK, None, 0)  # though some of it goes well
+        peer.blame(Blame.BAD)
+        pauses.append(peer._try_at - clock[0])
+        clock[0] = peer._try_at
+    assert pauses == [0.25, 0.5, 1.0, 2.0, 4.0, 4.0]
+
+
 def test_a_fetch_that_could_not_begin_is_not_in_the_queue() -> None:
     peer = Peer("a", "nowhere", never, Counter())
     connection: Any = SimpleNamespace(lost=None, fetch=_lost)

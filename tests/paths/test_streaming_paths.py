@@ -485,6 +485,16 @@ def test_the_hits_of_a_batch_are_spread_evenly_too(cluster: Callable[..., Cluste
     nodes.idle()
 
 
+def test_a_fetch_that_brought_everything_ends_well(cluster: Callable[..., Cluster]) -> None:
+    """Though its request may be over before the node has said that this is all."""
+    nodes = cluster(policy="peer")
+    pool = nodes.prefill.cache.attach(geometry())
+    hits = [nodes.prefill.hit(f"r{i}", pool, 4, seed=i) for i in range(32)]
+    assert all(result.ok for result in nodes.prefill.load(*hits).values())
+    eventually(lambda: sum(nodes.peers.counts.values()) == 32, "all fetches have ended")
+    assert nodes.peers.counts == {"ok": 32}
+
+
 def test_pages_that_cannot_be_written_cost_their_request_alone(
     cluster: Callable[..., Cluster],
 ) -> None:
