@@ -132,11 +132,11 @@ class Peers:
 
     def _sides(self, geometry: Geometry, asking: Mapping[str, int] = NOTHING) -> list[Side]:
         """Those that can read, with what they are about to be asked for in their queues."""
-        sides = [peer.side() for peer in self._usable(geometry)]
+        sides = [side for peer in self._usable(geometry) if (side := peer.side()).usable]
+        if not asking:
+            return sides
         return [
-            replace(side, queue_bytes=side.queue_bytes + asking.get(side.name, 0))
-            for side in sides
-            if side.usable
+            replace(side, queue_bytes=side.queue_bytes + asking.get(side.name, 0)) for side in sides
         ]
 
     @property

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.streaming.batch import Batch, Part
+from dualpath_sglang.streaming.options import StreamOptions
+from dualpath_sglang.streaming.plan import layer_ranges
 from dualpath_sglang.streaming.staging import Piece
 from dualpath_storage import Placement, ReadStatus
 from dualpath_storage.memory import Arena
@@ -157,3 +159,32 @@ class Read:
         """The piece from a block on."""
         assert self.piece is not None
         return self.piece.memory[(block - self.begin) * self.shape.stride :]
+
+
+def reads_of_rest(
+    batch: Batch, part: Part, blocks: Sequence[int], options: StreamOptions, most_bytes: int
+) -> list[Read]:
+    """Reads of what is still missing of some blocks, none of them whole.
+
+    Args:
+        most_bytes: of one piece.
+    """
+    geometry = part.load.pool.geometry
+    reads: list[Read] = []
+    for begin, end, first in part.progress.runs(blocks):
+        ranges = layer_ranges(
+            geometry.layers - first,
+            geometry.layer_bytes,
+            options.first_io_bytes,
+            options.io_bytes or most_bytes,
+            most_bytes,
+        )
+        fair = -(-(end - begin) // options.queue_depth)
+        for low, high in ((first + a, first + b) for a, b in ranges):
+            stride = RangeShape(geometry, low, high, header=True).stride
+            step = max(1, min(most_bytes // stride, fair))
+            reads += [
+                Read(batch, part, at, min(at + step, end), low, high)
+                for at in range(begin, end, step)
+            ]
+    return reads

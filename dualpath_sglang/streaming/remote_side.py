@@ -25,14 +25,12 @@ from dualpath_sglang.streaming.landing import DONE, Landed, Packed, Staged
 from dualpath_sglang.streaming.load import Outcome
 from dualpath_sglang.streaming.other_paths import LOCAL, Blame, OtherPaths
 from dualpath_sglang.streaming.pipeline import Pipeline
-from dualpath_sglang.streaming.plan import layer_ranges
-from dualpath_sglang.streaming.reads import Read
+from dualpath_sglang.streaming.reads import reads_of_rest
 from dualpath_sglang.streaming.remote_read import RemoteRead
 from dualpath_sglang.streaming.staging import Piece
 from dualpath_sglang.streaming.stats import StreamStats
 from dualpath_sglang.transport.base import MAX_BLOCKS, End, Span
 from dualpath_storage import ReadStatus
-from dualpath_storage.ranges import RangeShape
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +273,7 @@ class RemoteSide:
         more, lost = part.progress.failed(By.LOCAL, [block])
         if not more:
             return not lost
-        if self._paths.substitute(part.load.pool.geometry) is None:
+        if part not in self._unread and self._paths.substitute(part.load.pool.geometry) is None:
             return False
         part.progress.ask(By.REMOTE, more)
         self._unread.setdefault(part, []).extend(more)
@@ -323,32 +321,15 @@ class RemoteSide:
 
     def _read_locally(self, batch: Batch, part: Part, blocks: Sequence[int]) -> int:
         """Have this node read what is missing of some blocks, before anything new; how much."""
-        geometry, request = part.load.pool.geometry, part.request
         part.progress.ask(By.LOCAL, blocks)
         self._local[part] = _Local(batch, time.monotonic())
-        most, options = self._pipeline.piece_bytes, self._pipeline.options
-        reads: list[Read] = []
-        size = 0
-        for begin, end, first in part.progress.runs(blocks):
-            ranges = layer_ranges(
-                geometry.layers - first,
-                geometry.layer_bytes,
-                options.first_io_bytes,
-                options.io_bytes or most,
-                most,
-            )
-            for low, high in ((first + a, first + b) for a, b in ranges):
-                fair = -(-(end - begin) // options.queue_depth)
-                stride = RangeShape(geometry, low, high, header=True).stride
-                step = max(1, min(most // stride, fair))
-                reads += [
-                    Read(batch, part, at, min(at + step, end), low, high)
-                    for at in range(begin, end, step)
-                ]
-            size += (end - begin) * (geometry.layers - first) * geometry.layer_bytes
+        reads = reads_of_rest(
+            batch, part, blocks, self._pipeline.options, self._pipeline.piece_bytes
+        )
+        size = sum(read.payload_bytes for read in reads)
         for read in sorted(reads, key=lambda read: read.first_layer):
             self._pipeline.again(read)
-        request.queued_bytes += size
+        part.request.queued_bytes += size
         self._queue.add(size)
         return size
 
