@@ -16,12 +16,12 @@ from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.paths.host_fetch import HostFetch
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.scheduling.paths import Side
+from dualpath_sglang.streaming.estimate import RateMeter
 from dualpath_sglang.streaming.other_paths import LOCAL, Blame, OtherPaths
 from dualpath_sglang.transport.base import MAX_BLOCKS, FetchRequest
 from dualpath_storage import Pieces, Placement, ReadStatus
 
 _SAMPLE_BYTES = 1 << 20
-_NEW_SHARE = 0.3
 _LONGEST_S = 3600.0
 """A fetch is asked for no longer, however much time the caller has."""
 
@@ -64,7 +64,7 @@ class HostReader:
         """What other nodes have brought."""
         self.hedges = 0
         """Nodes that were given up."""
-        self._rate: float | None = None
+        self._meter = RateMeter()
         self._lock = threading.Lock()
 
     def read(
@@ -81,7 +81,8 @@ class HostReader:
 
     def _read(self, job: _Job) -> None:
         left = self._from_nearby(job)
-        own = Side(LOCAL, self._cache.read_queue.of_machine()[0], self._rate)
+        queued = self._cache.read_queue.of_machine()[0]
+        own = Side(LOCAL, queued, self._meter.hope(time.monotonic()))
         shares = self._paths.shares(job.pool.geometry, len(left), own)
         fetches: list[HostFetch] = []
         mine: list[int] = []
@@ -155,12 +156,14 @@ class HostReader:
         self._measure(sum(read) * job.pool.geometry.block_bytes, time.monotonic() - began)
 
     def _measure(self, size: int, seconds: float) -> None:
-        if size < _SAMPLE_BYTES or seconds <= 0:
+        if not size or seconds <= 0:
             return
-        rate = size / seconds
+        now = time.monotonic()
         with self._lock:
-            old = rate if self._rate is None else self._rate
-            self._rate = old + _NEW_SHARE * (rate - old)
+            if size < _SAMPLE_BYTES:
+                self._meter.at_least(size / seconds, now)
+            else:
+                self._meter.add(size / seconds, now)
 
     def _substitute(self, job: _Job, numbers: Sequence[int]) -> None:
         """What this node could not read is asked of another."""

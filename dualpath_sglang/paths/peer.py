@@ -116,17 +116,20 @@ class Peer:
 
     def side(self) -> Side:
         """The peer as one that can read."""
-        rate = self.rate
+        rate = self._expected(self._meter.hope(self._clock()))
         return Side(self.name, self._queue_bytes(rate), rate, _DELAY_S)
 
     @property
     def rate(self) -> float | None:
-        """Bytes a second that it brings; None when nothing is known.
+        """Bytes a second that it brought last; None when nothing is known."""
+        return self._expected(self._meter.rate(self._clock()))
 
-        What comes here is less than what it reads when others ask it too, and then its queue says
-        so. Only a way that brings far less than it reads counts.
+    def _expected(self, arrives: float | None) -> float | None:
+        """Of what arrives here, and what it says that it reads.
+
+        What arrives is less than what it reads when others ask it too, and then its queue says so.
+        Only a way that brings far less than it reads counts.
         """
-        arrives = self._meter.rate(self._clock())
         if self.read_rate is None or arrives is None:
             return self.read_rate or arrives
         return min(self.read_rate, _SHARED * arrives)
@@ -251,9 +254,10 @@ class Peer:
             self, connection, told, request.geometry_id, destination.layer_bytes, size
         )
         with self._lock:
+            if self._outstanding <= 0:
+                self._meter.pause()  # what was asked before may have been given up
+                self._meter.note(0, self._clock(), full=True)  # the wait for the first piece counts
             self._asked_since += size
-            if not self._outstanding:  # the wait for the first piece counts
-                self._meter.note(0, self._clock(), full=True)
             self._outstanding += size
         try:
             going.fetch = connection.fetch(request, destination, going)
@@ -286,11 +290,18 @@ class Peer:
 
     # -- for its fetches --------------------------------------------------------------------
 
-    def _came(self, size: int) -> None:
-        self._heard = self._clock()
+    def _came(self, size: int, of_fetch: int, began: float) -> None:
+        """
+        Args:
+            size: of what came now.
+            of_fetch: of all that has come of its fetch, since that began.
+        """
+        now = self._heard = self._clock()
         with self._lock:
             self._outstanding -= size
-            self._meter.note(size, self._heard, full=self._outstanding > 0)
+            self._meter.note(size, now, full=self._outstanding > 0)
+            if now > began:
+                self._meter.at_least(of_fetch / (now - began), now)
 
     def _returned(self, size: int) -> None:
         with self._lock:
@@ -329,13 +340,14 @@ class PeerFetch:
         self._told = told
         self._geometry_id = geometry_id
         self._layer_bytes = layer_bytes
-        self._left = size
+        self._size = self._left = size
+        self._began = peer._clock()
 
     def landed(self, span: Span, checksums: Sequence[int]) -> None:
         """See :class:`Fetching`."""
         size = span.layer_blocks * self._layer_bytes
         self._left -= size
-        self._peer._came(size)
+        self._peer._came(size, self._size - self._left, self._began)
         self._told.landed(span, checksums)
 
     def missing(self, blocks: Sequence[int]) -> None:

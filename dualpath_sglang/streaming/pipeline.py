@@ -68,8 +68,11 @@ class Pipeline:
 
     @property
     def rate(self) -> float | None:
-        """Bytes a second of this node's store: 0 when it hangs, None when nobody has measured."""
-        return 0.0 if self.stalled else self.meter.rate(time.monotonic())
+        """Bytes a second that this node's store may be expected to do.
+
+        0 when it hangs, None when nobody has measured.
+        """
+        return 0.0 if self.stalled else self.meter.hope(time.monotonic())
 
     @property
     def in_flight(self) -> int:
@@ -121,6 +124,8 @@ class Pipeline:
 
     def _submit(self, read: Read, piece: Piece) -> None:
         read.prepare(piece)
+        if not self._reading:  # what was read before may have been given up
+            self.meter.pause()
         self._reading.add(read)
         self._stats.reads += 1
         self._workers.submit(
@@ -135,7 +140,10 @@ class Pipeline:
         landed = DONE
         try:
             if not read.abandoned:
-                self.meter.note(read.payload_bytes, time.monotonic(), full=full)
+                now = time.monotonic()
+                self.meter.note(read.payload_bytes, now, full=full)
+                if read.seconds > 0:
+                    self.meter.at_least(read.payload_bytes / read.seconds, now)
                 self._stats.read_s += read.seconds
                 landed = self._arrived(read)
             elif read in self._late:

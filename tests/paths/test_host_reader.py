@@ -231,3 +231,13 @@ def test_a_node_that_brings_too_little_is_replaced(host: Callable[..., Host]) ->
     assert read.here > 0
     read.nodes.nodes[0].wire.hook = lambda data: data
     read.nodes.idle()
+
+
+def test_a_store_that_was_slow_for_a_moment_is_soon_used_again(host: Callable[..., Host]) -> None:
+    made = host()
+    now = time.monotonic()
+    made.reader._meter.add(1e8, now - 30.0)
+    made.reader._meter.add(1.0, now - 20.0)
+    assert made.read() == [True] * COUNT
+    assert all(made.right())
+    assert made.here > 0

@@ -17,7 +17,7 @@ from dualpath_sglang.paths.peer import Peer
 from dualpath_sglang.paths.peers import Nearby, PathOptions, Peers
 from dualpath_sglang.scheduling.paths import Share, Side
 from dualpath_sglang.streaming.other_paths import LOCAL, Blame
-from dualpath_sglang.transport.base import End, Load, PeerLostError, StridedDestination
+from dualpath_sglang.transport.base import End, Load, PeerLostError, Span, StridedDestination
 from dualpath_sglang.transport.client import Connection
 from dualpath_sglang.transport.handshake import VERSION
 from dualpath_sglang.transport.server import Server, ServerOptions
@@ -481,16 +481,6 @@ def test_a_thread_that_cannot_be_had_is_asked_for_again(monkeypatch: pytest.Monk
     eventually(lambda: (peer.reach(), tried)[1], "it is tried again")
 
 
-def test_a_connection_that_breaks_under_many_fetches_is_one_failure() -> None:
-    clock = [100.0]
-    peer = Peer("a", "nowhere", never, Counter(), clock=lambda: clock[0])
-    for _ in range(2):
-        for _ in range(8):
-            peer._ended(GEOMETRY_ID, End.LOST, None, 0)
-        assert peer._try_at == clock[0] + 0.25
-        clock[0] += 60.0  # it was reached anew, and was well for long
-
-
 def test_one_that_fails_again_and_again_is_tried_less_and_less_often() -> None:
     clock = [100.0]
     peer = Peer("a", "nowhere", never, Counter(), clock=lambda: clock[0])
@@ -540,13 +530,100 @@ def test_a_way_that_brings_far_less_than_the_node_reads_counts() -> None:
     peer._outstanding = 1 << 30
     for _ in range(50):  # half of what it reads: others have the rest
         clock[0] += 0.02
-        peer._came(1_000_000)
+        peer._came(1_000_000, 1_000_000, clock[0] - 0.02)
     assert peer.rate == 100e6
     for _ in range(300):  # the way has become slow
         clock[0] += 0.1
-        peer._came(100_000)
+        peer._came(100_000, 100_000, clock[0] - 0.1)
     assert peer.rate is not None
     assert peer.rate < 5e6
+
+
+def test_a_connection_that_breaks_counts_once_however_many_fetches_it_had(
+    fleet: Fleet, start: Callable[..., Peers]
+) -> None:
+    import threading
+
+    go = threading.Event()
+    server = fleet.add("a", Blocks(hold=lambda *_: go.wait(20.0) and None))
+    peers = start()
+    eventually(lambda: usable(peers) == {"a"}, "it is connected")
+    (peer,) = peers._usable(None)
+    fetches = [fetch(peers, "a") for _ in range(5)]
+    for _ in range(3):
+        peers.blame("a", Blame.BAD)
+    assert [ended(each) for each in fetches] == [End.LOST] * 5
+    assert peer._pause_s == 0.25
+    go.set()
+    eventually(lambda: usable(peers) == {"a"}, "it is reached anew")
+    peers.blame("a", Blame.BAD)
+    assert peer._pause_s == 0.5
+    server.close()
+
+
+class Still:
+    """A connection on which nothing comes by itself."""
+
+    lost = None
+
+    def fetch(self, *_: object) -> Still:
+        return self
+
+    def cancel(self, *_: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def peer_at(clock: list[float]) -> tuple[Peer, Callable[[int], Any]]:
+    """One that is connected, and a call that begins a fetch of so many blocks."""
+    still: Any = Still()
+    peer = Peer("a", "nowhere", lambda *_: still, Counter(), clock=lambda: clock[0])
+    peer.reach()
+    eventually(lambda: peer.usable(b""), "it is connected")
+
+    def begin(count: int) -> Any:
+        fetched = place_for(request_of(keys(count)))
+        return peer.begin(fetched.request, fetched.destination, fetched)
+
+    return peer, begin
+
+
+def brought(going: Any, count: int, clock: list[float], seconds: float) -> None:
+    """One layer of so many blocks comes each time."""
+    for layer in range(LAYERS):
+        clock[0] += seconds
+        going.landed(Span(layer, layer + 1, 0, count), [0] * count)
+
+
+def test_the_time_in_which_a_node_was_away_does_not_make_it_slow() -> None:
+    clock = [0.0]
+    peer, begin = peer_at(clock)
+    brought(begin(200), 100, clock, 0.1)
+    rate = peer.rate
+    assert rate == pytest.approx(100 * LAYER_BYTES / 0.1)
+    peer._ended(GEOMETRY_ID, End.LOST, None, peer._outstanding)
+    clock[0] += 8.0
+    brought(begin(200), 100, clock, 0.1)
+    assert peer.rate == pytest.approx(rate, rel=0.05)
+
+
+def test_a_node_that_was_slow_gets_its_share_back_with_one_block() -> None:
+    clock = [0.0]
+    peer, begin = peer_at(clock)
+    brought(begin(200), 100, clock, 0.1)
+    brought(begin(200), 100, clock, 10.0)
+    assert peer.side().rate == pytest.approx(100 * LAYER_BYTES / 10.0, rel=0.1)
+    peer._outstanding = 0
+    clock[0] += 3.0
+    hoped = peer.side().rate
+    assert hoped is not None
+    assert hoped > 1000 * LAYER_BYTES / 10.0, "it is tried again"
+    going = begin(1)
+    clock[0] += 0.001
+    going.landed(Span(0, LAYERS, 0, 1), [0] * LAYERS)
+    assert peer.side().rate == pytest.approx(LAYERS * LAYER_BYTES / 0.001, rel=0.1)
 
 
 def test_shares_cover_everything_in_order() -> None:

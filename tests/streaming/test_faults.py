@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 import threading
 import time
@@ -406,3 +407,35 @@ def test_bytes_that_were_written_in_one_piece_are_read_in_layers(bed: Bed) -> No
     assert all(bed.cache.read(pool, hit.keys, pieces))
     assert [bytes(b) for b in whole] == [hit.pages.page(n) for n in hit.numbers]
     assert set(bed.cache.write(pool, hit.keys, pieces)) == {WriteResult.PRESENT}
+
+
+def test_the_time_after_a_load_that_was_given_up_does_not_make_the_store_slow(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = bed.cache.attach(geometry(layers=LAYERS, layer_bytes=LAYER_BYTES))
+    hit = bed.hit("r", pool, 48)
+    meter = bed.streamer._pipeline.meter
+    passed = itertools.count()
+    gate = Gate()
+    bed.reads.also = lambda *read: gate(*read) if next(passed) >= 12 else None
+    load = bed.start(hit)
+    gate.await_reads(4)
+    load.cancel()
+    load.wait(20.0)
+    gate.opened.set()
+    eventually(lambda: bed.streamer.stats().in_flight_reads == 0, "all reads are back")
+    assert meter._last is not None, "its last word was that there is more to read"
+    meter._last -= 100.0  # so long ago
+    meter._at -= 100.0
+    meter._sampled -= 100.0
+    note, rates = meter.note, []
+
+    def noted(size: int, now: float, *, full: bool) -> None:
+        note(size, now, full=full)
+        rates.append(meter.rate(now))
+
+    monkeypatch.setattr(meter, "note", noted)
+    bed.reads.also = lambda *_: time.sleep(0.01)
+    assert bed.load(hit)["r"].ok
+    known = [rate for rate in rates if rate is not None]
+    assert min(known) > 48 * pool.geometry.block_bytes / 50.0
