@@ -256,9 +256,9 @@ class Cluster:
         self.net.close()
 
     @property
-    def hosts(self) -> list[str]:
-        """Addresses of the decode hosts."""
-        return [host.address for host in self.decode]
+    def sides(self) -> list[str]:
+        """Who brings blocks when all is well."""
+        return ["local", *(host.address for host in self.decode)]
 
     def process(
         self,
@@ -325,7 +325,7 @@ class Cluster:
     # -- looking on -------------------------------------------------------------------------
 
     def normal(self, seconds: float, timeout_s: float = 30.0) -> Window:
-        """Loads of a while in which nothing is wrong: all are well, all hosts bring their part."""
+        """Loads of a while in which nothing is wrong: all are well, all sides bring their part."""
         end = time.monotonic() + timeout_s
         while True:
             began = time.monotonic()
@@ -334,7 +334,7 @@ class Cluster:
             if (
                 len(window.loads) >= 4
                 and set(window.outcomes) == {"ok"}
-                and window.brings(self.hosts, _LEAST)
+                and window.brings(self.sides, _LEAST)
             ):
                 return window
             assert time.monotonic() < end, f"nothing is normal: {self.loads[-5:]} {self.errors}"
@@ -356,7 +356,7 @@ class Cluster:
                 len(window.loads) >= 3
                 and set(window.outcomes) == {"ok"}
                 and window.median_s <= most_s
-                and window.brings(self.hosts, _LEAST)
+                and window.brings(self.sides, _LEAST)
             ):
                 return begin - since, window
         return None
