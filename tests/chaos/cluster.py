@@ -133,8 +133,7 @@ class DecodeHost:
         self._cluster = cluster
         self.proxied = False
         self._proxy: Process | None = None
-        self._clock = cluster.folder / f"clock-{name}"
-        self.clock(0.0)
+        cluster.clock(name, 0.0)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -147,10 +146,7 @@ class DecodeHost:
         }
         settings = {**self._cluster.settings, **more}
         environment = {f"DUALPATH_{name.upper()}": value for name, value in settings.items()}
-        path = os.pathsep.join(
-            [str(REPOSITORY / "tests/chaos/clock"), str(REPOSITORY), str(REPOSITORY / "storage")]
-        )
-        return {**environment, "PYTHONPATH": path, "WRONG_CLOCK": str(self._clock)}
+        return {**environment, **self._cluster.clocked(self.name)}
 
     def start(self) -> None:
         """Start its agent; returns once that serves."""
@@ -188,12 +184,6 @@ class DecodeHost:
         garbage = self._cluster.process(self.name, argv, f"garbage-{self.name}", self.environment)
         garbage.says("listens")
         return garbage
-
-    def clock(self, wrong_by_s: float) -> None:
-        """Have the wall clock of its agent go wrong by so much, from now on."""
-        draft = self._clock.with_suffix(".new")
-        draft.write_text(str(wrong_by_s))
-        draft.replace(self._clock)
 
     def link_down(self) -> None:
         """Its compute network."""
@@ -271,6 +261,18 @@ class Cluster:
         """Start one in a host."""
         return Process(self.net, host, argv, self.folder / f"{log}.txt", environment, lines)
 
+    def clock(self, host: str, wrong_by_s: float) -> None:
+        """Have the wall clock of what runs in a host go wrong by so much, from now on."""
+        draft = self.folder / "clock"
+        draft.write_text(str(wrong_by_s))
+        draft.replace(self.folder / f"clock-{host}")
+
+    def clocked(self, host: str) -> dict[str, str]:
+        """The environment of a process that has that clock."""
+        places = ("tests/chaos/clock", ".", "storage")
+        path = os.pathsep.join(str(REPOSITORY / place) for place in places)
+        return {"PYTHONPATH": path, "WRONG_CLOCK": str(self.folder / f"clock-{host}")}
+
     def start_redis(self) -> Process:
         """With nothing in it."""
         assert REDIS_SERVER is not None, "redis-server is not installed"
@@ -299,7 +301,10 @@ class Cluster:
         argv = [sys.executable, "-m", "tests.chaos.prefill", spec.to_json()]
         self._ready.clear()
         self.loads.clear()
-        self._prefill = self.process("p0", argv, f"prefill-{mode}", lines=self._heard)
+        self.clock("p0", 0.0)
+        self._prefill = self.process(
+            "p0", argv, f"prefill-{mode}", self.clocked("p0"), lines=self._heard
+        )
         self._mode = (mode, checked)
         assert self._ready.wait(START_S), f"the prefill process: {self._prefill.said[-2000:]}"
 
@@ -324,23 +329,23 @@ class Cluster:
 
     # -- looking on -------------------------------------------------------------------------
 
-    def normal(self, seconds: float, timeout_s: float = 30.0) -> Window:
+    def normal(self, seconds: float) -> Window:
         """Loads of a while in which nothing is wrong: all are well, all sides bring their part."""
-        end = time.monotonic() + timeout_s
+        end = time.monotonic() + START_S
         while True:
             began = time.monotonic()
             time.sleep(seconds)
-            window = between(list(self.loads), began, began + seconds)
-            if (
-                len(window.loads) >= 4
-                and set(window.outcomes) == {"ok"}
-                and window.brings(self.sides, _LEAST)
-            ):
+            wait_for(lambda began=began: len(self._since(began).loads) >= _ENOUGH, "loads")  # type: ignore[misc]
+            window = self._since(began)
+            if set(window.outcomes) == {"ok"} and window.brings(self.sides, _LEAST):
                 return window
             assert time.monotonic() < end, f"nothing is normal: {self.loads[-5:]} {self.errors}"
 
-    def recovers(self, since: float, within_s: float, most_s: float) -> tuple[float, Window] | None:
-        """The first stretch of time in which loads are normal, and how long it took to come.
+    def _since(self, began: float) -> Window:
+        return between(list(self.loads), began, time.monotonic())
+
+    def recovers(self, since: float, within_s: float, most_s: float) -> float | None:
+        """How long it takes until a stretch of time begins in which loads are normal.
 
         Args:
             most_s: the median that is normal.
@@ -349,7 +354,7 @@ class Cluster:
             None when there is none that begins within so many seconds.
         """
         for begin in _steps(since, within_s):
-            until = begin + _STRETCH_S
+            until = begin + max(_STRETCH_S, 2 * most_s)
             wait_for(lambda until=until: self._over(until), "the end of loads")  # type: ignore[misc]
             window = between(list(self.loads), begin, until)
             if (
@@ -358,7 +363,7 @@ class Cluster:
                 and window.median_s <= most_s
                 and window.brings(self.sides, _LEAST)
             ):
-                return begin - since, window
+                return begin - since
         return None
 
     def _over(self, until: float) -> bool:
@@ -370,6 +375,7 @@ class Cluster:
 
 _LEAST = 0.05
 _STRETCH_S = 1.5
+_ENOUGH = 9
 _WORKERS = 3
 
 

@@ -21,12 +21,15 @@ class Fault:
 
     Args:
         do: injects it, waits, and repairs it; returns when all is as it was.
+        shows: what of the prefill process's counts grows, one of them at least: a fault that does
+            nothing proves nothing. Of some nothing may be seen.
         may: how loads may end beside ``ok``.
         proxied: whether it needs somebody between the hosts.
         modes: in which hits are loaded.
     """
 
     do: Do
+    shows: tuple[str, ...] = ()
     may: frozenset[str] = frozenset()
     proxied: bool = False
     modes: tuple[Mode, ...] = ("streaming",)
@@ -130,17 +133,19 @@ def garbage_answered(cluster: Cluster) -> None:
     host.start()
 
 
-def clock_an_hour_ahead(cluster: Cluster) -> None:
-    """Of an agent; and back again."""
-    cluster.decode[0].clock(3600.0)
+def clocks_jump_an_hour(cluster: Cluster) -> None:
+    """That of an agent ahead, that of the prefill host back; and then to the right time again."""
+    cluster.clock("d0", 3600.0)
+    cluster.clock("p0", -3600.0)
     time.sleep(LASTS_S)
-    cluster.decode[0].clock(0.0)
+    cluster.clock("d0", 0.0)
+    cluster.clock("p0", 0.0)
 
 
 def clocks_apart_from_the_start(cluster: Cluster) -> None:
     """Agents that are started an hour early and an hour late, which is never repaired."""
     for host, wrong_by_s in zip(cluster.decode, (-3600.0, 3600.0), strict=True):
-        host.clock(wrong_by_s)
+        cluster.clock(host.name, wrong_by_s)
         assert host.agent is not None
         host.agent.kill()
         host.start()
@@ -170,21 +175,23 @@ _BOTH: tuple[Mode, ...] = ("streaming", "host")
 _UNKNOWN = frozenset({"not_found", "miss"})
 """Without an index nobody knows where blocks are: there is nothing to load."""
 
+_BROKEN, _LATE = ("lost",), ("late",)
+
 FAULTS = (
-    Fault(agent_killed, modes=_BOTH),
-    Fault(agent_stopped, modes=_BOTH),
+    Fault(agent_killed, _BROKEN, modes=_BOTH),
+    Fault(agent_stopped, _LATE, modes=_BOTH),
     Fault(agent_restarted),
-    Fault(both_agents_killed),
-    Fault(other_agent_killed_while_one_restarts),
-    Fault(link_down, modes=_BOTH),
-    Fault(link_at_one_percent),
-    Fault(garbage_answered, modes=_BOTH),
-    Fault(clock_an_hour_ahead),
-    Fault(redis_stopped, _UNKNOWN),
-    Fault(redis_killed, _UNKNOWN),
+    Fault(both_agents_killed, _BROKEN),
+    Fault(other_agent_killed_while_one_restarts, _BROKEN),
+    Fault(link_down, _LATE, modes=_BOTH),
+    Fault(link_at_one_percent, _LATE),
+    Fault(garbage_answered, ("bad", "failed"), modes=_BOTH),
+    Fault(clocks_jump_an_hour),
+    Fault(redis_stopped, may=_UNKNOWN),
+    Fault(redis_killed, may=_UNKNOWN),
     Fault(own_store_hangs, modes=_BOTH),
-    Fault(bits_flipped, proxied=True, modes=_BOTH),
-    Fault(stops_in_the_middle_of_a_layer, proxied=True, modes=_BOTH),
-    Fault(clocks_apart_from_the_start),
+    Fault(bits_flipped, ("bad", "lost"), proxied=True, modes=_BOTH),
+    Fault(stops_in_the_middle_of_a_layer, _LATE, proxied=True, modes=_BOTH),
+    Fault(clocks_apart_from_the_start, _BROKEN),
 )
 """The last one leaves the agents with wrong clocks, which nobody may notice."""

@@ -54,6 +54,11 @@ class Loader(Protocol):
         """How it ended: ``ok``, or why not."""
         ...
 
+    @property
+    def replaced(self) -> int:
+        """Sides that were late so far."""
+        ...
+
     def close(self) -> None:
         """End it."""
         ...
@@ -77,6 +82,11 @@ class Streaming:
         result = load.wait(seconds + 30.0).get("r")
         return "never" if result is None else result.outcome.value
 
+    @property
+    def replaced(self) -> int:
+        """See :class:`Loader`."""
+        return self._streamer.stats().hedges
+
     def close(self) -> None:
         """See :class:`Loader`."""
         self._streamer.close()
@@ -92,6 +102,11 @@ class Host:
         """See :class:`Loader`."""
         good = self._reader.read(pool, keys, room.pages, timeout_s=seconds)
         return "ok" if all(good) else "miss"
+
+    @property
+    def replaced(self) -> int:
+        """See :class:`Loader`."""
+        return self._reader.hedges
 
     def close(self) -> None:
         """See :class:`Loader`."""

@@ -19,6 +19,7 @@ class Load:
         wrong: numbers of its pages that did not hold what they should.
         stray: whether something was written to its pages after it had ended.
         brought: bytes until now, by who brought them: ``local``, or a host's address.
+        counts: until now: fetches by how they ended, and what went wrong.
     """
 
     worker: int
@@ -28,6 +29,7 @@ class Load:
     wrong: Sequence[int]
     stray: bool
     brought: dict[str, int]
+    counts: dict[str, int]
 
     @property
     def seconds(self) -> float:
@@ -69,9 +71,18 @@ class Window:
     @property
     def brought(self) -> dict[str, int]:
         """Bytes by who brought them, between the ends of the first load and of the last."""
+        first, last = self._ends()
+        return {who: size - first.brought.get(who, 0) for who, size in last.brought.items()}
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How fetches ended, and what went wrong, between the same."""
+        first, last = self._ends()
+        return Counter(last.counts) - Counter(first.counts)
+
+    def _ends(self) -> tuple[Load, Load]:
         ordered = sorted(self.loads, key=lambda load: load.ended)
-        first, last = ordered[0].brought, ordered[-1].brought
-        return {who: size - first.get(who, 0) for who, size in last.items()}
+        return ordered[0], ordered[-1]
 
     @property
     def remote_share(self) -> float:

@@ -216,6 +216,7 @@ class Prefill:
             wrong=wrong,
             stray=stray,
             brought=brought,
+            counts={**self._others.counts, "replaced": self._loader.replaced},
         )
         if outcome != "ok":
             time.sleep(0.1)  # it would be computed

@@ -10,7 +10,7 @@ import pytest
 
 from tests.chaos.cluster import Cluster
 from tests.chaos.faults import FAULTS, Fault
-from tests.chaos.loads import between, under_way
+from tests.chaos.loads import Window, between, under_way
 from tests.chaos.spec import Mode, Spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
@@ -37,7 +37,7 @@ def test_a_fault_costs_time_and_nothing_else(
     fault.do(cluster)
     repaired = time.monotonic()
     found = cluster.recovers(repaired, SOON_S, FACTOR * before.median_s)
-    after_s = SOON_S if found is None else found[0]
+    after_s = SOON_S if found is None else found
     during = under_way(cluster.loads, began, repaired + after_s)
     others = sum(during.outcomes.values()) - during.outcomes["ok"]
     rows.append(
@@ -55,6 +55,9 @@ def test_a_fault_costs_time_and_nothing_else(
             f"{after_s:.1f}" if found is not None else "never",
         ]
     )
+    counts = Window([*before.loads, *during.loads]).counts
+    assert not fault.shows or any(counts[name] for name in fault.shows), counts
+    assert not fault.may or others, "nobody noticed"
     assert during.wrong == 0
     assert not any(load.stray for load in cluster.loads), "something was written after the end"
     assert set(during.outcomes) <= {"ok"} | fault.may, during.outcomes
