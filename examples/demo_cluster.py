@@ -61,6 +61,8 @@ class Cluster:
             "capacity": "1GiB",
             "index": index,
             "index_timeout_s": 1.0,
+            # Servers of one machine have nobody else to ask, and an agent would outlive them.
+            "node": "off",
         }
         self._flags = (
             *(*COMMON_FLAGS, *CACHED_FLAGS),
