@@ -6,9 +6,11 @@ being looked up.
 
 from __future__ import annotations
 
+import heapq
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dualpath_sglang.streaming.hedging import Progress
 from dualpath_sglang.streaming.landing import Fence, Landed, Target
@@ -17,6 +19,9 @@ from dualpath_sglang.streaming.options import StreamOptions
 from dualpath_sglang.streaming.plan import Chunk, Job, chunks, layer_ranges
 from dualpath_storage import Placement, ReadStatus
 from dualpath_storage.ranges import RangeShape
+
+if TYPE_CHECKING:
+    from dualpath_sglang.streaming.reads import Read
 
 
 class Part:
@@ -152,8 +157,11 @@ class Batch:
     unlocated: int
     parts: list[Part] = field(default_factory=list)
     plan: Iterator[Chunk] | None = None
+    rest: list[tuple[int, int, Read]] = field(default_factory=list)
+    """A heap of reads that were not planned: the first layer that waits for each, its number."""
     fences: list[dict[int, Fence]] = field(default_factory=list)
     last: dict[int, Fence] = field(default_factory=dict)
+    numbered: int = 0
 
     @classmethod
     def of(cls, load: Load) -> Batch:
@@ -168,6 +176,20 @@ class Batch:
         pairs = list(jobs)
         self.parts = [part for part, _ in pairs]
         self.plan = chunks([job for _, job in pairs])
+
+    def put(self, read: Read) -> None:
+        """Have something read that was not planned, when its layer's turn comes."""
+        gate = min(read.part.load.gates[read.first_layer : read.end_layer])
+        self.numbered += 1
+        heapq.heappush(self.rest, (gate, self.numbered, read))
+
+    def next_of_rest(self) -> Read | None:
+        """The earliest of what was not planned and is still wanted."""
+        while self.rest:
+            read = heapq.heappop(self.rest)[2]
+            if read.part.request.live:
+                return read
+        return None
 
     def landed(self, part: Part, blocks: range, first_layer: int, end_layer: int) -> int:
         """Note that layers ``[first_layer, end_layer)`` of some blocks are there.

@@ -25,7 +25,7 @@ from dualpath_sglang.streaming.landing import DONE, Landed, Packed, Staged
 from dualpath_sglang.streaming.load import Outcome
 from dualpath_sglang.streaming.other_paths import LOCAL, Blame, OtherPaths
 from dualpath_sglang.streaming.pipeline import Pipeline
-from dualpath_sglang.streaming.reads import reads_of_rest
+from dualpath_sglang.streaming.reads import Read, reads_of_rest
 from dualpath_sglang.streaming.remote_read import RemoteRead
 from dualpath_sglang.streaming.staging import Piece
 from dualpath_sglang.streaming.stats import StreamStats
@@ -140,7 +140,7 @@ class RemoteSide:
         for share in self._paths.shares(geometry, len(blocks), own, self._asking):
             some = blocks[share.first : share.first + share.count]
             if share.side == LOCAL:
-                self._read_locally(batch, part, some)
+                self._read_locally(batch, part, some, batch.put)
             else:
                 self._ask(batch, part, some, share.side)
 
@@ -317,10 +317,14 @@ class RemoteSide:
         if lost:
             self._end(batch, part.request, Outcome.MISS, ReadStatus.ABSENT.value)
         elif more:
-            self._stats.hedged_bytes += self._read_locally(batch, part, more)
+            # What is late goes before anything new.
+            size = self._read_locally(batch, part, more, self._pipeline.again)
+            self._stats.hedged_bytes += size
 
-    def _read_locally(self, batch: Batch, part: Part, blocks: Sequence[int]) -> int:
-        """Have this node read what is missing of some blocks, before anything new; how much."""
+    def _read_locally(
+        self, batch: Batch, part: Part, blocks: Sequence[int], put: Callable[[Read], None]
+    ) -> int:
+        """Have this node read what is missing of some blocks; how much that is."""
         part.progress.ask(By.LOCAL, blocks)
         self._local[part] = _Local(batch, time.monotonic())
         reads = reads_of_rest(
@@ -328,7 +332,7 @@ class RemoteSide:
         )
         size = sum(read.payload_bytes for read in reads)
         for read in sorted(reads, key=lambda read: read.first_layer):
-            self._pipeline.again(read)
+            put(read)
         part.request.queued_bytes += size
         self._queue.add(size)
         return size

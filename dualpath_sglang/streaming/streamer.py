@@ -320,10 +320,12 @@ class LayerStreamer:
     # -- reading ----------------------------------------------------------------------------
 
     def _next_read(self) -> Read | None:
-        while waiting := [batch for batch in self._batches if batch.plan is not None]:
+        while waiting := [b for b in self._batches if b.plan is not None or b.rest]:
             batch = waiting[self._turns.next(len(waiting))]
-            assert batch.plan is not None
-            for chunk in batch.plan:
+            read = batch.next_of_rest()
+            if read is not None:
+                return read
+            for chunk in batch.plan or ():
                 part = batch.parts[chunk.job]
                 if part.request.live:
                     layers = (chunk.first_layer, chunk.end_layer)

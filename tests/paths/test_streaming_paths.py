@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from bench.throttle import Throttle
 from dualpath_sglang.streaming.landing import MemoryTarget
 from dualpath_sglang.streaming.load import LoadRequest, Outcome, PoolLoad
 from dualpath_sglang.transport.base import End, FetchRequest
 from tests.paths.cluster import Cluster, flip_one_bit_after, stop_after
-from tests.streaming.bed import Gate, Hit, Pages, block_bytes, chain, eventually, geometry
+from tests.streaming.bed import FILLER, Gate, Hit, Pages, block_bytes, chain, eventually, geometry
 from tests.support.redis_server import RedisServer
 
 FORMS = {"mha": 2, "mla": 1}
@@ -491,6 +492,36 @@ def test_the_hits_of_a_batch_are_spread_evenly_too(cluster: Callable[..., Cluste
     assert all(result.ok for result in results.values())
     whole = 80 * pool.geometry.block_bytes
     assert nodes.stats.remote_bytes == pytest.approx(whole / 2, abs=whole / 8)
+    nodes.idle()
+
+
+def test_what_the_own_agent_has_not_is_read_in_the_order_of_the_batch(
+    cluster: Callable[..., Cluster],
+) -> None:
+    """First layers of all requests first, as if it had not been asked."""
+    nodes = cluster(policy="split", decode=0, own=True)
+    of = geometry(layers=8, layer_bytes=1 << 16)
+    pool = nodes.prefill.cache.attach(of)
+    hits = [nodes.prefill.hit(f"r{i}", pool, n, seed=i) for i, n in enumerate((32, 4))]
+    other = nodes.prefill.hit("other", pool, 1, seed=7)
+    of_own_agent(nodes, other, 1)
+    late: list[int] = []
+
+    def on_layer(layer: int, fences: object) -> None:
+        if layer == 0:
+            late.extend(
+                sum(
+                    set(hit.pages.layer(number, i)) != {FILLER}
+                    for number in hit.numbers
+                    for i in range(5, 8)
+                )
+                for hit in hits
+            )
+
+    nodes.prefill.reads.also = Throttle(64 << 20)
+    assert all(result.ok for result in nodes.prefill.load(*hits, on_layer=on_layer).values())
+    assert late == [0, 0]
+    assert nodes.stats.hedged_bytes == 0
     nodes.idle()
 
 
