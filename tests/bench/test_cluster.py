@@ -36,6 +36,23 @@ def quiet(text: str) -> None:
     del text
 
 
+def test_the_command_plays_a_workload(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    options = (
+        "--quick --pd 1x1 --systems layerwise,split --workloads io_bound --agents 2 --turns 1 "
+        f"--json {out} --dir {tmp_path}"
+    )
+    done = subprocess.run(
+        [*COMMAND, *options.split()], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    alone, split = json.loads(out.read_text())
+    assert (alone["system"], split["system"], split["failed"]) == ("layerwise", "split", 0)
+    assert alone["snic_max_avg"] == pytest.approx(2.0, abs=0.1), "the DE's NIC is idle"
+    assert split["snic_max_avg"] < 1.9, "both NICs read"
+
+
+@pytest.mark.slow
 def test_the_command_writes_rows(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     options = (
