@@ -36,6 +36,7 @@ debian_packages() { # names of the Debian packages whose purpose is not served y
     [ -e /usr/include/openssl/sha.h ] || echo libssl-dev # SGLang compiles its page hash against it
     PATH=$PATH:/usr/sbin:/sbin command -v mkfs.ext4 > /dev/null || echo e2fsprogs # disk-full tests
     command -v redis-server > /dev/null || echo redis-server # tests of the index in Redis
+    PATH=$PATH:/usr/sbin:/sbin command -v tc > /dev/null || echo iproute2 # hosts in namespaces
 }
 
 missing=$(debian_packages | xargs)
@@ -48,7 +49,7 @@ if [ -n "$missing" ]; then
         apt-get install -y -qq --no-install-recommends $missing < /dev/null > /dev/null
     else
         say "missing, please install (Debian names): $missing"
-        [ -z "$(tr ' ' '\n' <<< "$missing" | grep -vx -e e2fsprogs -e redis-server)" ] || exit 1
+        [ -z "$(tr ' ' '\n' <<< "$missing" | grep -vx -e e2fsprogs -e redis-server -e iproute2)" ] || exit 1
     fi
 fi
 
