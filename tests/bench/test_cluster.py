@@ -88,7 +88,10 @@ def test_the_command_writes_rows(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [out], "nothing is left behind"
 
 
-@pytest.mark.parametrize("system", ["basic", "layerwise", "split"])
+@pytest.mark.parametrize(
+    "system",
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("basic", "layerwise")), "split"],
+)
 def test_a_damaged_store_is_noticed_and_computed_around(tmp_path: Path, system: str) -> None:
     page = MODELS["compute_bound"].page_tokens
     agents = [Trajectory(f"a{i}", 8 * page, [Turn(page, 0)]) for i in range(2)]

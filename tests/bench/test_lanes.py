@@ -16,6 +16,7 @@ from bench.lanes import WHATS, Row, bound_s, main, missed
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_command_writes_rows(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     command = f"-m bench.lanes --seconds 0.5 --rate 50mbit --json {out}"

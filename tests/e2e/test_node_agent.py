@@ -69,7 +69,7 @@ def ask(config: DualPathConfig, machine: MachineDir) -> bool:
     return True
 
 
-@pytest.mark.parametrize("mode", ["streaming", "hicache"])
+@pytest.mark.parametrize("mode", ["streaming", pytest.param("hicache", marks=pytest.mark.slow)])
 def test_a_server_has_an_agent_that_reads_what_it_stored(
     mode: str, model: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -253,6 +253,7 @@ def test_sglangs_failures_and_delays_never_change_an_answer(
     assert set(seen) == {True, False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stocked", KINDS[:1], indirect=True)  # an engine starts cold
 def test_an_engine_restores_what_a_server_stored(stocked: Stocked, tmp_path: Path) -> None:
     script = tmp_path / "engine.py"

@@ -30,7 +30,8 @@ def settled(server: StreamingServer, pages: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen3", pytest.param("deepseek_v2", marks=pytest.mark.slow), "mellum"]
+    "kind",
+    ["qwen3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("deepseek_v2", "mellum"))],
 )
 def test_each_mode_restores_what_the_other_stored(kind: str, model: Models, tmp_path: Path) -> None:
     root = tmp_path / "store"

@@ -73,7 +73,7 @@ def case(
 
 CASES = [
     case("split", "streaming", "qwen3", slow=False),
-    case("peer", "hicache", "qwen3", slow=False),
+    case("peer", "hicache", "qwen3"),
     case("peer", "streaming", "qwen3"),
     case("local", "streaming", "qwen3"),
     case("split", "hicache", "qwen3"),

@@ -576,6 +576,7 @@ def test_what_goes_wrong_in_the_agent_ends_the_fetch_and_leaves_nothing(
     assert (bed.cache.read_queue.bytes, bed.cache.read_queue.tokens) == (0, 0)
 
 
+@pytest.mark.slow
 def test_memory_stays_at_its_bound_whatever_is_fetched(
     make_bed: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -635,6 +636,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_an_agents_process_does_not_grow(tmp_path: Path) -> None:
     """Its memory, as the kernel counts it, after many times what fits went through it."""
     of, keys = geometry("mha", layers=24), chain("a", 200)

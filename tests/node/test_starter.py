@@ -108,6 +108,7 @@ def test_an_agent_that_is_killed_is_started_again_and_leaves_no_zombie(
     wait_for(lambda: place.machine().info(), "a third")
 
 
+@pytest.mark.slow
 def test_of_many_servers_one_starts_the_agent(
     place: Place, join: Callable[..., Membership]
 ) -> None:
@@ -147,6 +148,7 @@ def test_without_a_network_or_when_told_so_nothing_is_started(
     assert not (place.machine().path / "agent.err").exists()
 
 
+@pytest.mark.slow
 def test_one_that_keeps_failing_is_tried_ever_more_rarely_with_one_line(
     place: Place,
     join: Callable[..., Membership],

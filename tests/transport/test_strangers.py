@@ -115,6 +115,7 @@ def test_a_stranger_is_given_up_after_a_short_while(
         wait_until(lambda: not server._clients())
 
 
+@pytest.mark.slow
 def test_a_thousand_strangers_make_few_threads(
     crowded: tuple[Server, Crowd], connect: Callable[..., Connection]
 ) -> None:
