@@ -66,6 +66,7 @@ def test_both_modes_serve_from_one_store_at_once(model: Models, tmp_path: Path) 
         assert (answer.tokens, answer.cached.storage) == (wanted.tokens, WHOLE)
 
 
+@pytest.mark.slow
 def test_an_engine_streams_too(model: Models, tmp_path: Path) -> None:
     """`sglang.Engine` takes the same arguments; its processes take the same hooks."""
     import json
