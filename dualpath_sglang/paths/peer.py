@@ -254,9 +254,8 @@ class Peer:
             self, connection, told, request.geometry_id, destination.layer_bytes, size
         )
         with self._lock:
-            if self._outstanding <= 0:
-                self._meter.pause()  # what was asked before may have been given up
-                self._meter.note(0, self._clock(), full=True)  # the wait for the first piece counts
+            if self._outstanding <= 0:  # what was asked before may have been given up
+                self._meter.pause()
             self._asked_since += size
             self._outstanding += size
         try:
