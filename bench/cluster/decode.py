@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.cluster.lines import Answer, Driver, Message
 from bench.cluster.model import Contents, key, keys
-from bench.cluster.spec import DSCP, HostSpec, open_cache
+from bench.cluster.spec import DSCP, SECRET, HostSpec, open_cache
 from dualpath_sglang.index import IndexUnavailableError
 from dualpath_sglang.kvcache import WriteResult
 from dualpath_sglang.node.agent import Agent
@@ -43,7 +43,8 @@ class Decode:
         self._server: Server | None = None
         if spec.blocks is not None:
             self._agent = Agent(self._opened.cache, spec.agent_bytes, spec.stream_options())
-            self._server = Server(self._agent, ServerOptions(host=spec.address, dscp=DSCP))
+            listen = ServerOptions(host=spec.address, secret=SECRET, dscp=DSCP)
+            self._server = Server(self._agent, listen)
             self._report(spec.name, f"{spec.address}:{self._server.port}")  # before anybody asks
             threading.Thread(
                 target=self._go_on_reporting,

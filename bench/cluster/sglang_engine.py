@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.cluster.lines import Answer, Driver, Message
 from bench.cluster.sglang_store import BLOCKS
-from bench.cluster.spec import DSCP, HostSpec
+from bench.cluster.spec import DSCP, SECRET, HostSpec
 from bench.measure import BenchError
 from examples.demo import make_model
 from examples.serving import CPU_ENVIRONMENT, CPU_FLAGS, Server
@@ -60,6 +60,7 @@ class Engine:
             "node": "off",
             "node_dir": str(folder / "machine"),
             "node_dscp": DSCP,
+            "node_secret": SECRET.decode(),
             "read_paths": _POLICIES.get(spec.system, "local"),
             "split_floor": "64KiB",
         }

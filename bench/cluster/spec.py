@@ -23,6 +23,7 @@ _IO_S = 20.0
 _DEPTH = 4
 DSCP = 8
 """Of what agents send."""
+SECRET = b"what all hosts of the bench know"
 
 
 @dataclass(frozen=True, slots=True)

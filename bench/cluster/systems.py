@@ -19,7 +19,7 @@ from typing import Protocol
 
 from bench.cluster.landing import CheckedSink, Tally
 from bench.cluster.model import Contents
-from bench.cluster.spec import DSCP, HostSpec
+from bench.cluster.spec import DSCP, SECRET, HostSpec
 from bench.measure import BenchError
 from dualpath_sglang.index import IndexUnavailableError, Report
 from dualpath_sglang.kvcache import KVCache
@@ -94,7 +94,7 @@ def _reached(spec: HostSpec, cache: KVCache) -> Peers:
         except IndexUnavailableError:
             return None
 
-    peers = Peers(reports, PathOptions(policy, floor_bytes=_FLOOR_BYTES, dscp=DSCP))
+    peers = Peers(reports, PathOptions(policy, _FLOOR_BYTES, lambda _: SECRET, dscp=DSCP))
     end = time.monotonic() + LOAD_S
     while peers.usable < len(spec.peers):
         if time.monotonic() > end:
