@@ -24,7 +24,7 @@ from dualpath_sglang.transport.base import (
     TransportError,
 )
 from dualpath_sglang.transport.dial import PeerAddress, dial
-from dualpath_sglang.transport.fetches import Ask, Fetch, Gone
+from dualpath_sglang.transport.fetches import Ask, Fetch, Fetches, Gone
 from dualpath_sglang.transport.frames import Head, Kind
 from dualpath_sglang.transport.handshake import greet
 from dualpath_sglang.transport.socket_io import SocketIo
@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 _SEND_S = 2.0
 _PIECE_S = 10.0
 """A piece that has begun comes within this time, or the connection is given up."""
-_GRACE_S = 0.5
-_MOST_GONE = 1024
 _LOOK_EVERY_S = 0.2
 _DEAD_S = 2.0
 """A peer that was asked, and sends nothing at all for so long, is given up."""
@@ -67,27 +65,22 @@ class Connection:
         except BaseException:
             self._io.close()
             raise
-        self._lock = threading.Lock()
-        self._piece_over = threading.Condition(self._lock)
-        self._fetches: dict[int, Fetch] = {}
-        self._gone: dict[int, Gone] = {}
-        self._receiving: Fetch | None = None
-        self._telling: Fetch | None = None
+        self._fetches = Fetches(str(address), self._io.shut)
+        self._asking = threading.Lock()
         self._ask: Ask | None = None
-        self._number = 0
-        self._lost: str | None = None
         self._verdict: str | None = None
         self.load: Load | None = None
         """The peer's read queue, as it said last."""
         self._thread = threading.Thread(
             target=self._receive, name=f"dualpath-fetch-{address}", daemon=True
         )
+        self._fetches.receiver = self._thread
         self._thread.start()
 
     @property
     def lost(self) -> str | None:
         """Why the connection ended; None while it stands."""
-        return self._lost
+        return self._fetches.lost
 
     def fetch(self, request: FetchRequest, destination: Destination, told: Fetching) -> Fetch:
         """Ask for Layer Blocks; returns at once.
@@ -100,17 +93,10 @@ class Connection:
             ValueError: the destination does not hold what is asked for.
             PeerLostError: the connection has ended.
         """
-        destination.check(request)
-        with self._lock:
-            if self._lost is not None:
-                raise PeerLostError(self._lost)
-            self._number = self._free_number()
-            deadline = time.monotonic() + request.timeout_s
-            fetch = Fetch(request, destination, told, self._number, deadline)
-            self._fetches[fetch.number] = fetch
+        fetch = self._fetches.begin(request, destination, told)
         body = frames.fetch_body(request)
-        if not self._send(Kind.FETCH, fetch.number, body, deadline):
-            self._end(fetch, End.TIMEOUT)
+        if not self._send(Kind.FETCH, fetch.number, body, fetch.deadline):
+            self._fetches.end(fetch, End.TIMEOUT)
         return fetch
 
     def ask_load(self, timeout_s: float) -> Load | None:
@@ -128,17 +114,17 @@ class Connection:
         """
         if threading.current_thread() is self._thread:
             return None
-        with self._lock:
-            if self._lost is not None:
-                return None
+        with self._asking:
             ask, new = self._ask, self._ask is None
             if ask is None:
-                self._number = self._free_number()
-                dead_s = max(timeout_s, _DEAD_S)
-                ask = self._ask = Ask(self._number, time.monotonic(), dead_s)
+                try:
+                    number = self._fetches.number()
+                except PeerLostError:
+                    return None
+                ask = self._ask = Ask(number, time.monotonic(), max(timeout_s, _DEAD_S))
         end = time.monotonic() + timeout_s
         if new and not self._send(Kind.PING, ask.number, deadline=end):
-            with self._lock:  # there was no turn for it; whoever comes next may try
+            with self._asking:  # there was no turn for it; whoever comes next may try
                 self._ask = None
             ask.done.set()
         while True:  # the thread that receives may be in the middle of a piece that does not come
@@ -150,46 +136,18 @@ class Connection:
                 return ask.load
 
     def _give_up_if_dead(self) -> None:
-        with self._lock:
-            ask = self._ask
+        ask = self._ask
         if ask is not None and time.monotonic() >= ask.dead_at and self._io.silent(ask.dead_s):
             self._verdict = "the peer was asked, and does not answer"
             self._io.shut()
-
-    def _free_number(self) -> int:
-        """With the lock held."""
-        number = self._number
-        while True:
-            number = (number + 1) & 0xFFFFFFFF
-            asked = self._ask is not None and self._ask.number == number
-            if number not in self._fetches and number not in self._gone and not asked:
-                return number
 
     def cancel(self, fetch: Fetch, end: End = End.CANCELLED) -> None:
         """End a fetch, if it has not ended; nothing writes to its destination afterwards.
 
         Waits for a callback of it that is under way, but not for long.
         """
-        if self._end(fetch, end):
+        if self._fetches.end(fetch, end):
             self._send(Kind.CANCEL, fetch.number)
-
-    def _end(self, fetch: Fetch, end: End) -> bool:
-        """Whether it had not ended before."""
-        with self._lock:
-            ours = self._fetches.get(fetch.number) is fetch
-            if ours:
-                del self._fetches[fetch.number]
-                self._gone[fetch.number] = Gone(len(fetch.request.keys), fetch.layer_bytes)
-                while len(self._gone) > _MOST_GONE:
-                    del self._gone[next(iter(self._gone))]
-            if threading.current_thread() is not self._thread:
-                if not self._piece_over.wait_for(lambda: self._receiving is not fetch, _GRACE_S):
-                    self._io.shut()
-                    self._piece_over.wait_for(lambda: self._receiving is not fetch, _PIECE_S)
-                self._piece_over.wait_for(lambda: self._telling is not fetch, _GRACE_S)
-        if ours:
-            self._tell_end(fetch, end, None)
-        return ours
 
     def shut(self) -> None:
         """End the connection and every fetch on it, soon."""
@@ -222,7 +180,7 @@ class Connection:
         why = "the connection was closed"
         try:
             while True:
-                if self._io.readable(self._next_deadline()):
+                if self._io.readable(self._fetches.look_by()):
                     deadline = time.monotonic() + _PIECE_S
                     self._take(self._wire.receive_head(deadline), deadline)
                 self._expire()
@@ -231,30 +189,17 @@ class Connection:
         except Exception as error:
             logger.exception("Receiving from %s failed", self.address)
             why = f"receiving failed: {error}"
-        with self._lock:
-            self._lost = f"{self.address}: {self._verdict or why}"
-            left = list(self._fetches.values())
-            self._fetches.clear()
-            self._gone.clear()
-            ask, self._ask = self._ask, None
-            self._receiving = self._telling = None
-            self._piece_over.notify_all()
+        left = self._fetches.lose(f"{self.address}: {self._verdict or why}")
         self._io.close()
+        with self._asking:
+            ask, self._ask = self._ask, None
         if ask is not None:
             ask.done.set()
         for fetch in left:
-            self._tell_end(fetch, End.LOST, None)
-
-    def _next_deadline(self) -> float:
-        soon = time.monotonic() + _LOOK_EVERY_S  # a new fetch may end earlier than the others
-        with self._lock:
-            return min([soon, *(fetch.deadline for fetch in self._fetches.values())])
+            self._fetches.tell_end(fetch, End.LOST, None)
 
     def _expire(self) -> None:
-        now = time.monotonic()
-        with self._lock:
-            late = [fetch for fetch in self._fetches.values() if fetch.deadline <= now]
-        for fetch in late:
+        for fetch in self._fetches.late():
             self.cancel(fetch, End.TIMEOUT)
         self._give_up_if_dead()
 
@@ -262,12 +207,7 @@ class Connection:
         if head.kind is Kind.LOAD:
             self._take_load(head, self._wire.receive_content(head, deadline))
             return
-        with self._lock:
-            fetch = self._fetches.get(head.request)
-            gone = self._gone.get(head.request)
-        known = fetch or gone
-        if known is None:
-            raise PeerLostError("a frame came that answers nothing")
+        fetch, known = self._fetches.known(head.request)
         if head.kind is Kind.DATA:
             self._take_data(head, known, deadline)
             return
@@ -278,13 +218,14 @@ class Connection:
                 fetch.lack(blocks)
                 self._tell(fetch, lambda: fetch.told.missing(blocks))
         elif head.kind is Kind.END:
-            self._take_end(head, content)
+            self.load = frames.parse_load(content)
+            self._fetches.finished(head.request, frames.parse_end(head), self.load)
         else:
             raise PeerLostError("it sent what only a client sends")
 
     def _take_load(self, head: Head, content: bytes) -> None:
         load = frames.parse_load(content)
-        with self._lock:
+        with self._asking:
             ask = self._ask
             if ask is None or ask.number != head.request:
                 raise PeerLostError("it said its load, and nobody asked")
@@ -292,62 +233,25 @@ class Connection:
         self.load = ask.load = load
         ask.done.set()
 
-    def _take_end(self, head: Head, content: bytes) -> None:
-        end, self.load = frames.parse_end(head), frames.parse_load(content)
-        with self._lock:
-            fetch = self._fetches.pop(head.request, None)
-            self._gone.pop(head.request, None)
-        if fetch is not None:
-            # It says that all was sent; what came says so too, or it is not so.
-            end = End.FAILED if end is End.OK and not fetch.complete else end
-            self._tell_end(fetch, end, self.load)
-
-    def _take_data(self, head: Head, known: Fetch | Gone, deadline: float) -> None:
+    def _take_data(self, head: Head, known: Gone, deadline: float) -> None:
         span, checksums = self._wire.receive_front(head, known.layer_bytes, deadline)
-        with self._lock:
-            fetch = self._receiving = self._fetches.get(head.request)
-        if fetch is None:  # given up, perhaps just now
-            self._wire.discard(span.layer_blocks * known.layer_bytes, deadline)
-            return
-        try:
-            fetch.expect(span)
-            views = fetch.destination.views(span, fetch.deadline)
-            deadline = time.monotonic() + _PIECE_S
+        views = None
+        with self._fetches.filling(head.request) as fetch:
+            if fetch is not None:
+                fetch.expect(span)
+                views = fetch.destination.views(span, fetch.deadline)
+                deadline = time.monotonic() + _PIECE_S
             if views is not None:
                 self._io.receive_into_all(views, deadline)
-        finally:
-            with self._lock:
-                self._receiving = None
-                self._piece_over.notify_all()
         if views is None:
             self._wire.discard(span.layer_blocks * known.layer_bytes, deadline)
-            self.cancel(fetch)
-        else:
-            self._tell(fetch, lambda: fetch.told.landed(span, checksums))
+        if fetch is not None:
+            if views is None:
+                self.cancel(fetch)
+            else:
+                self._tell(fetch, lambda: fetch.told.landed(span, checksums))
 
     def _tell(self, fetch: Fetch, call: Callable[[], None]) -> None:
-        """Unless it has ended meanwhile. What it cannot use ends it, and no other."""
-        with self._lock:
-            if self._fetches.get(fetch.number) is not fetch:
-                return
-            self._telling = fetch
-        failed = False
-        try:
-            call()
-        except Exception:
-            logger.exception("What came from %s cannot be used", self.address)
-            failed = True
-        finally:
-            with self._lock:
-                self._telling = None
-                self._piece_over.notify_all()
-        if failed:
+        """What it cannot use ends it, and no other."""
+        if not self._fetches.tell(fetch, call):
             self.cancel(fetch, End.FAILED)
-
-    def _tell_end(self, fetch: Fetch, end: End, load: Load | None) -> None:
-        try:
-            fetch.told.ended(end, load)
-        except Exception:
-            logger.exception("The end of a fetch from %s cannot be used", self.address)
-        finally:
-            fetch.done.set()

@@ -31,7 +31,8 @@ from dualpath_sglang.transport.base import (
     RefusedError,
     TransportError,
 )
-from dualpath_sglang.transport.client import Fetch
+from dualpath_sglang.transport.fetches import Fetch, Fetches
+from dualpath_sglang.transport.frames import parse_missing
 from dualpath_sglang.transport.local_frames import Kind, Named
 from dualpath_sglang.transport.local_server import peer_uid
 from dualpath_sglang.transport.socket_io import SocketIo
@@ -40,10 +41,7 @@ logger = logging.getLogger(__name__)
 
 _SEND_S = 2.0
 _BODY_S = 10.0
-_GRACE_S = 0.5
 _COPY_S = 10.0
-_LOOK_EVERY_S = 0.2
-_MOST_GONE = 1024
 
 
 class LocalConnection:
@@ -67,81 +65,34 @@ class LocalConnection:
         except BaseException:
             sock.close()
             raise
-        self._lock = threading.Lock()
-        self._piece_over = threading.Condition(self._lock)
-        self._fetches: dict[int, Fetch] = {}
-        self._gone: dict[int, None] = {}
-        self._copying: Fetch | None = None
-        self._telling: Fetch | None = None
-        self._number = 0
-        self._lost: str | None = None
+        self._fetches = Fetches(str(path), self._io.shut, _COPY_S)
         self.load: Load | None = None
         """What the agent has still to read from storage, as it said last."""
         self._thread = threading.Thread(
             target=self._receive, name="dualpath-local-fetch", daemon=True
         )
+        self._fetches.receiver = self._thread
         self._thread.start()
 
     @property
     def lost(self) -> str | None:
         """Why the connection ended; None while it stands."""
-        return self._lost
+        return self._fetches.lost
 
     def fetch(self, request: FetchRequest, destination: Destination, told: Fetching) -> Fetch:
-        """Ask for Layer Blocks; returns at once.
-
-        Args:
-            told: called from the connection's thread; its ``ended`` is called in any case, but
-                when this raises.
-
-        Raises:
-            ValueError: the destination does not hold what is asked for.
-            PeerLostError: the connection has ended.
-        """
-        destination.check(request)
-        with self._lock:
-            if self._lost is not None:
-                raise PeerLostError(self._lost)
-            self._number = self._free_number()
-            deadline = time.monotonic() + request.timeout_s
-            fetch = Fetch(request, destination, told, self._number, deadline)
-            self._fetches[fetch.number] = fetch
-        body = frames.fetch_body(request)
-        if not self._send(Kind.FETCH, fetch.number, body, deadline):
-            self._end(fetch, End.TIMEOUT)
+        """See :meth:`~dualpath_sglang.transport.client.Connection.fetch`."""
+        fetch = self._fetches.begin(request, destination, told)
+        if not self._send(Kind.FETCH, fetch.number, frames.fetch_body(request), fetch.deadline):
+            self._fetches.end(fetch, End.TIMEOUT)
         return fetch
-
-    def _free_number(self) -> int:
-        """With the lock held."""
-        number = self._number
-        while True:
-            number = (number + 1) & 0xFFFFFFFF
-            if number not in self._fetches and number not in self._gone:
-                return number
 
     def cancel(self, fetch: Fetch, end: End = End.CANCELLED) -> None:
         """End a fetch, if it has not ended; nothing writes to its destination afterwards.
 
         Waits for a callback of it that is under way, but not for long.
         """
-        if self._end(fetch, end):
+        if self._fetches.end(fetch, end):
             self._send(Kind.CANCEL, fetch.number, b"", time.monotonic() + _SEND_S)
-
-    def _end(self, fetch: Fetch, end: End) -> bool:
-        """Whether it had not ended before."""
-        with self._lock:
-            ours = self._fetches.get(fetch.number) is fetch
-            if ours:
-                del self._fetches[fetch.number]
-                self._gone[fetch.number] = None
-                while len(self._gone) > _MOST_GONE:
-                    del self._gone[next(iter(self._gone))]
-            if threading.current_thread() is not self._thread:
-                self._piece_over.wait_for(lambda: self._copying is not fetch, _COPY_S)
-                self._piece_over.wait_for(lambda: self._telling is not fetch, _GRACE_S)
-        if ours:
-            self._tell_end(fetch, end, None)
-        return ours
 
     def shut(self) -> None:
         """End the connection and every fetch on it, soon."""
@@ -170,52 +121,33 @@ class LocalConnection:
         why = "the connection was closed"
         try:
             while True:
-                if self._io.readable(self._next_deadline()):
+                if self._io.readable(self._fetches.look_by()):
                     self._take(time.monotonic() + _BODY_S)
-                self._expire()
+                for fetch in self._fetches.late():
+                    self.cancel(fetch, End.TIMEOUT)
         except TransportError as error:
             why = str(error)
         except Exception as error:
             logger.exception("Receiving from %s failed", self.path)
             why = f"receiving failed: {error}"
-        with self._lock:
-            self._lost = f"{self.path}: {why}"
-            left = list(self._fetches.values())
-            self._fetches.clear()
-            self._gone.clear()
-            self._copying = self._telling = None
-            self._piece_over.notify_all()
+        left = self._fetches.lose(f"{self.path}: {why}")
         self._io.close()
         for fetch in left:
-            self._tell_end(fetch, End.LOST, None)
-
-    def _next_deadline(self) -> float:
-        soon = time.monotonic() + _LOOK_EVERY_S  # a new fetch may end earlier than the others
-        with self._lock:
-            return min([soon, *(fetch.deadline for fetch in self._fetches.values())])
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        with self._lock:
-            late = [fetch for fetch in self._fetches.values() if fetch.deadline <= now]
-        for fetch in late:
-            self.cancel(fetch, End.TIMEOUT)
+            self._fetches.tell_end(fetch, End.LOST, None)
 
     def _take(self, deadline: float) -> None:
         kind, number, length = frames.parse_head(self._io.receive(frames.HEAD.size, deadline))
         body = self._io.receive(length, deadline)
-        with self._lock:
-            fetch = self._fetches.get(number)
-            if fetch is None and number not in self._gone:
-                raise PeerLostError("a frame came that answers nothing")
+        fetch, known = self._fetches.known(number)
         if kind is Kind.SYNC:
             if not self._send(Kind.TAKEN, number, b"", deadline):
                 raise PeerLostError("the agent reads nothing")
         elif kind is Kind.END:
-            self._take_end(number, body)
+            end, self.load = frames.parse_end(body)
+            self._fetches.finished(number, end, self.load)
         elif kind is Kind.MISSING:
+            blocks = parse_missing(body, known.blocks)
             if fetch is not None:
-                blocks = frames.parse_missing(body, fetch.blocks)
                 fetch.lack(blocks)
                 self._tell(fetch, lambda: fetch.told.missing(blocks))
         elif kind is Kind.DATA:
@@ -223,16 +155,6 @@ class LocalConnection:
                 self._take_data(fetch, body)
         else:
             raise PeerLostError("it sent what only a reader sends")
-
-    def _take_end(self, number: int, body: bytes) -> None:
-        end, self.load = frames.parse_end(body)
-        with self._lock:
-            fetch = self._fetches.pop(number, None)
-            self._gone.pop(number, None)
-        if fetch is not None:
-            # It says that all was named; what came says so too, or it is not so.
-            end = End.FAILED if end is End.OK and not fetch.complete else end
-            self._tell_end(fetch, end, self.load)
 
     def _take_data(self, fetch: Fetch, body: bytes) -> None:
         named = frames.parse_data(body, fetch.layer_bytes, len(self._memory))
@@ -251,45 +173,16 @@ class LocalConnection:
 
     def _copy(self, fetch: Fetch, named: Named, views: Sequence[memoryview]) -> bool:
         """Unless it has ended meanwhile; whether it was done."""
-        with self._lock:
-            if self._fetches.get(fetch.number) is not fetch:
-                return False
-            self._copying = fetch
-        try:
-            size = named.span.layers * fetch.layer_bytes
-            copy_runs(self._memory, named.offsets, size, views)
-        finally:
-            with self._lock:
-                self._copying = None
-                self._piece_over.notify_all()
-        return True
+        with self._fetches.filling(fetch.number) as live:
+            if live is not None:
+                size = named.span.layers * fetch.layer_bytes
+                copy_runs(self._memory, named.offsets, size, views)
+        return live is not None
 
     def _tell(self, fetch: Fetch, call: Callable[[], None]) -> None:
-        """Unless it has ended meanwhile. What it cannot use ends it, and no other."""
-        with self._lock:
-            if self._fetches.get(fetch.number) is not fetch:
-                return
-            self._telling = fetch
-        failed = False
-        try:
-            call()
-        except Exception:
-            logger.exception("What came from %s cannot be used", self.path)
-            failed = True
-        finally:
-            with self._lock:
-                self._telling = None
-                self._piece_over.notify_all()
-        if failed:
+        """What it cannot use ends it, and no other."""
+        if not self._fetches.tell(fetch, call):
             self.cancel(fetch, End.FAILED)
-
-    def _tell_end(self, fetch: Fetch, end: End, load: Load | None) -> None:
-        try:
-            fetch.told.ended(end, load)
-        except Exception:
-            logger.exception("The end of a fetch from %s cannot be used", self.path)
-        finally:
-            fetch.done.set()
 
 
 def copy_runs(

@@ -11,7 +11,7 @@ once, with its hello, and then says where in it they are. Integers are as the ma
 | CANCEL | reader | nothing of this fetch is looked at any more |
 | DATA | agent | first and end layer, first block, blocks (u32 each); where the layers of each block
   begin in the file (u64 each); xxh3-64 of each Layer Block |
-| MISSING | agent | block numbers (u32 each) |
+| MISSING | agent | block numbers, as over a network |
 | SYNC | agent | asks for TAKEN: what was named so far may be something else afterwards |
 | TAKEN | reader | all that came before the SYNC was copied |
 | END | agent | how it ended (u32), bytes and tokens to be read from storage (u64 each) |
@@ -36,7 +36,7 @@ from dualpath_sglang.transport.base import (
     Span,
 )
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"DPLOCAL"
 HELLO = struct.Struct("=7sBQ")
 HEAD = struct.Struct("=III")
@@ -155,25 +155,6 @@ def parse_data(body: bytes, layer_bytes: int, size: int) -> Named:
         raise PeerLostError("a piece came that is not in the memory")
     checksums = struct.unpack_from(f"={count * layers}Q", body, _DATA.size + 8 * count)
     return Named(Span(first_layer, end_layer, first, count), offsets, checksums)
-
-
-def missing_body(blocks: Sequence[int]) -> bytes:
-    """The body of a MISSING."""
-    return struct.pack(f"={len(blocks)}I", *blocks)
-
-
-def parse_missing(body: bytes, blocks: int) -> tuple[int, ...]:
-    """Block numbers in the body of a MISSING, all below ``blocks``.
-
-    Raises:
-        PeerLostError: it is malformed.
-    """
-    if len(body) % 4:
-        raise PeerLostError("a list of blocks came that is cut short")
-    numbers = struct.unpack(f"={len(body) // 4}I", body)
-    if any(number >= blocks for number in numbers):
-        raise PeerLostError("a block was said to be missing that nobody asked for")
-    return numbers
 
 
 def end_body(end: End, load: Load) -> bytes:

@@ -29,6 +29,7 @@ from dualpath_sglang.transport.base import (
     Served,
     Source,
 )
+from dualpath_sglang.transport.frames import missing_body
 from dualpath_sglang.transport.local_frames import Kind
 from dualpath_sglang.transport.socket_io import SocketIo
 from dualpath_storage.notices import Notices
@@ -369,7 +370,7 @@ class _Answer:
 
     def _send(self, part: Piece | Missing) -> None:
         if isinstance(part, Missing):
-            body = frames.missing_body(part.blocks)
+            body = missing_body(part.blocks)
             self._reader.send(Kind.MISSING, self._number, body, self._deadline)
             return
         self._named = True

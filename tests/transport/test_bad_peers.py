@@ -132,15 +132,15 @@ def test_a_peer_that_hangs_ends_a_fetch_at_its_deadline_and_no_other(raw: RawPee
 
 
 def test_whoever_cancels_second_waits_too(raw: RawPeer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dualpath_sglang.transport.client._GRACE_S", 2.0)
+    monkeypatch.setattr("dualpath_sglang.transport.fetches._GRACE_S", 2.0)
     peer = Peer(raw)
     data = layer_block(peer.fetched.request.keys[0], 0)
     whole = piece(raw.seal, peer.fetch.number, 0, 0, data, xxhash.xxh3_64_intdigest(data))
     raw.sock.sendall(whole[: 100 - LAYER_BYTES])
-    wait_until(lambda: peer.connection._receiving)
+    wait_until(lambda: peer.connection._fetches._filling)
     first = threading.Thread(target=peer.connection.cancel, args=(peer.fetch,))
     first.start()
-    wait_until(lambda: peer.fetch.number in peer.connection._gone)
+    wait_until(lambda: peer.fetch.number in peer.connection._fetches._gone)
     threading.Timer(0.3, raw.sock.sendall, (whole[100 - LAYER_BYTES :],)).start()
     peer.connection.cancel(peer.fetch)
     before = bytes(peer.fetched.destination.memory)

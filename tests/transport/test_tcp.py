@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from dualpath_sglang.transport import client as client_module
 from dualpath_sglang.transport.base import (
     End,
     FetchRequest,
@@ -214,7 +213,7 @@ def test_nothing_is_written_after_a_cancel(
 def test_a_cancel_does_not_wait_for_a_peer_that_stops_in_the_middle_of_a_piece(
     connect: Callable[..., Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "_GRACE_S", 0.1)
+    monkeypatch.setattr("dualpath_sglang.transport.fetches._GRACE_S", 0.1)
     with RawPeer() as peer:
         connection = peer.connected()
         fetched = place_for(request_of(keys(2)))
