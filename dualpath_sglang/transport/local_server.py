@@ -15,11 +15,12 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from dualpath_sglang.transport import local_frames as frames
+from dualpath_sglang.transport.answer import Answer
 from dualpath_sglang.transport.base import (
     End,
     FetchRequest,
@@ -42,7 +43,6 @@ _END_S = 2.0
 _TAKEN_S = 2.0
 """A reader that has had its time is waited for so much longer."""
 _FOREVER = float("inf")
-_MOST_S = 600.0
 _CREDENTIALS = struct.Struct("=iII")
 _LONGEST_PATH = 107
 
@@ -280,11 +280,7 @@ class _Reader:
         return self._server.begin(request, len(self._answers))
 
     def send(self, kind: Kind, number: int, body: bytes, begin_by: float) -> None:
-        try:
-            self._io.send([frames.frame(kind, number, body)], begin_by)
-        except PeerLostError:
-            self._io.shut()  # half a frame may have gone
-            raise
+        self._io.send([frames.frame(kind, number, body)], begin_by)
 
     def sent(self, size: int) -> None:
         self._server.count("bytes", size)
@@ -301,90 +297,58 @@ class _Reader:
                 del self._answers[number]
 
 
-class _Answer:
-    """The answer to one fetch, in a thread of its own."""
+class _Answer(Answer):
+    """See :class:`Answer`. Says where pieces are, and has the reader say when it has them."""
 
     def __init__(self, reader: _Reader, number: int, request: FetchRequest) -> None:
+        super().__init__(number, request)
         self.taken = threading.Event()
         self._reader = reader
-        self._number = number
-        self._request = request
-        self._deadline = time.monotonic() + min(request.timeout_s, _MOST_S)
-        self._served: Served | None = None
-        self._cancelled = threading.Event()
         self._named = False
         """Whether pieces were named since all were taken."""
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="dualpath-local", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def join(self) -> None:
-        self._thread.join()
+    def serve(self) -> contextlib.AbstractContextManager[Served] | End:
+        return self._reader.begin(self.request)
 
     def cancel(self) -> None:
         """Nobody looks at anything of it any more."""
-        with self._lock:
-            self._cancelled.set()
-            served = self._served
+        super().cancel()
         self.taken.set()
-        if served is not None:
-            served.cancel()
 
-    def _run(self) -> None:
-        end = End.FAILED
+    def broke(self) -> None:
+        self._reader.shut()
+
+    def ended(self, end: End) -> None:
+        self._reader.ended(self.number, end)
+
+    @contextlib.contextmanager
+    def sending(self, served: Served) -> Iterator[None]:
+        if not isinstance(served, SharedServed):
+            raise TypeError("the source does not say where its pieces are")
+        served.hold_until(lambda: self._until_taken(self.deadline))
         try:
-            end = self._answer()
-        except TimeoutError:
-            end = End.TIMEOUT
-        except PeerLostError:
-            pass
-        except Exception:
-            logger.exception("A fetch could not be answered")
-        self._reader.ended(self._number, end)
+            yield
+        finally:
+            with contextlib.suppress(TimeoutError, PeerLostError):
+                self._until_taken(time.monotonic() + _TAKEN_S)
 
-    def _answer(self) -> End:
-        if self._cancelled.is_set():
-            return End.CANCELLED
-        begun = self._reader.begin(self._request)
-        if isinstance(begun, End):
-            return begun
-        with begun as served:
-            if not isinstance(served, SharedServed):
-                raise TypeError("the source does not say where its pieces are")
-            with self._lock:
-                self._served = served
-                if self._cancelled.is_set():
-                    return End.CANCELLED
-            served.hold_until(lambda: self._until_taken(self._deadline))
-            try:
-                for part in served:
-                    if self._cancelled.is_set():
-                        break
-                    self._send(part)
-            finally:
-                with contextlib.suppress(TimeoutError, PeerLostError):
-                    self._until_taken(time.monotonic() + _TAKEN_S)
-        return End.CANCELLED if self._cancelled.is_set() else End.OK
-
-    def _send(self, part: Piece | Missing) -> None:
+    def send(self, part: Piece | Missing) -> None:
         if isinstance(part, Missing):
             body = missing_body(part.blocks)
-            self._reader.send(Kind.MISSING, self._number, body, self._deadline)
+            self._reader.send(Kind.MISSING, self.number, body, self.deadline)
             return
         self._named = True
-        self._reader.send(Kind.DATA, self._number, frames.data_body(part), self._deadline)
+        self._reader.send(Kind.DATA, self.number, frames.data_body(part), self.deadline)
         self._reader.sent(sum(map(len, part.buffers)))
 
     def _until_taken(self, deadline: float) -> None:
         """Until the reader has copied all that was named."""
-        if not self._named or self._cancelled.is_set():
+        if not self._named or self.cancelled.is_set():
             return
         self.taken.clear()
-        if self._cancelled.is_set():
+        if self.cancelled.is_set():
             return
-        self._reader.send(Kind.SYNC, self._number, b"", deadline)
+        self._reader.send(Kind.SYNC, self.number, b"", deadline)
         if not self.taken.wait(max(0.0, deadline - time.monotonic())):
             raise TimeoutError
         self._named = False

@@ -14,6 +14,7 @@ import time
 from typing import Protocol
 
 from dualpath_sglang.transport import frames
+from dualpath_sglang.transport.answer import Answer
 from dualpath_sglang.transport.base import (
     End,
     FetchRequest,
@@ -34,8 +35,6 @@ _BODY_S = 10.0
 _END_S = 15.0
 """Longer than a piece may stall that is under way."""
 _FOREVER = float("inf")
-_MOST_S = 600.0
-"""Nobody's fetch lasts longer."""
 
 
 class Host(Protocol):
@@ -242,81 +241,45 @@ class Peer:
         self._host.count("bytes", size)
 
 
-class _Answer:
-    """The answer to one fetch, in a thread of its own."""
+class _Answer(Answer):
+    """See :class:`Answer`.
+
+    Args:
+        request_bytes: that it takes of the server's budget.
+    """
 
     def __init__(
         self, peer: Peer, wire: Wire, number: int, request: FetchRequest, request_bytes: int
     ) -> None:
-        self.number = number
+        super().__init__(number, request)
         self.request_bytes = request_bytes
         self._peer = peer
         self._wire = wire
-        self._request = request
-        self._deadline = time.monotonic() + min(request.timeout_s, _MOST_S)
-        self._served: Served | None = None
-        self._cancelled = threading.Event()
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="dualpath-answer", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
+    def serve(self) -> contextlib.AbstractContextManager[Served] | End:
+        return self._peer.serve(self.request)
 
-    def join(self) -> None:
-        if self._thread.ident is not None:
-            self._thread.join()
+    def broke(self) -> None:
+        self._wire.io.shut()
 
-    def cancel(self) -> None:
-        with self._lock:
-            self._cancelled.set()
-            served = self._served
-        if served is not None:
-            served.cancel()
-
-    def _run(self) -> None:
-        end = End.FAILED
-        try:
-            end = self._answer()
-        except TimeoutError:
-            end = End.TIMEOUT
-        except PeerLostError:
-            self._wire.io.shut()  # half a frame may have gone
-        except Exception:
-            logger.exception("A fetch could not be answered")
+    def ended(self, end: End) -> None:
         self._peer.ended(self, end)
 
-    def _answer(self) -> End:
-        if self._cancelled.is_set():
-            return End.CANCELLED
-        begun = self._peer.serve(self._request)
-        if isinstance(begun, End):
-            return begun
-        with begun as served:
-            with self._lock:
-                self._served = served
-                if self._cancelled.is_set():
-                    return End.CANCELLED
-            for part in served:
-                if self._cancelled.is_set():
-                    break
-                self._send(part)
-        return End.CANCELLED if self._cancelled.is_set() else End.OK
-
-    def _send(self, part: Piece | Missing) -> None:
+    def send(self, part: Piece | Missing) -> None:
         if isinstance(part, Missing):
             content = frames.missing_body(part.blocks)
-            self._wire.send(Kind.MISSING, self.number, content, begin_by=self._deadline)
+            self._wire.send(Kind.MISSING, self.number, content, begin_by=self.deadline)
             return
         span = part.span
         self._wire.send(
             Kind.DATA,
             self.number,
             frames.data_front(span, part.checksums),
-            begin_by=self._deadline,
+            begin_by=self.deadline,
             layer=span.first_layer,
             block=span.first,
             payload=part.buffers,
-            late=span.first_layer - self._request.first_layer,
-            wanted=lambda: not self._cancelled.is_set(),
+            late=span.first_layer - self.request.first_layer,
+            wanted=lambda: not self.cancelled.is_set(),
         )
         self._peer.sent(sum(len(buffer) for buffer in part.buffers))
