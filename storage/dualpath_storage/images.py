@@ -17,9 +17,7 @@ from dualpath_storage.backends import SegmentFile
 from dualpath_storage.blocks import Placement, ReadStatus
 from dualpath_storage.geometry import Geometry, align_up
 from dualpath_storage.header import HEADER_BYTES
-from dualpath_storage.ranges import RangeRead, check_header, read_vector
-
-_MOST_BUFFERS = 1000  # the kernel takes 1024 a call
+from dualpath_storage.ranges import MAX_BUFFERS, RangeRead, check_header, neighbours, read_vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +89,10 @@ class ImageReader:
 
     def _runs(self, items: Sequence[ImageItem], *, whole: bool) -> Iterator[Sequence[ImageItem]]:
         """Neighbours, where nothing lies between what is read of them."""
-        most = max(1, min(self._max_io_bytes // self._geometry.slot_bytes, _MOST_BUFFERS))
+        most = max(1, min(self._max_io_bytes // self._geometry.slot_bytes, MAX_BUFFERS))
         most = most if whole else 1
-        first = 0
-        for i in range(1, len(items) + 1):
-            if i < len(items) and i - first < most:
-                place, before = items[i].placement, items[i - 1].placement
-                if (place.segment, place.slot) == (before.segment, before.slot + 1):
-                    continue
-            yield items[first:i]
-            first = i
+        for first, count in neighbours([item.placement for item in items], most):
+            yield items[first : first + count]
 
     def _fill(self, run: Sequence[ImageItem], begin: int, stop: int) -> int:
         if begin == stop:

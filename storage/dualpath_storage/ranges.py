@@ -28,7 +28,7 @@ from dualpath_storage.geometry import PAGE_BYTES, Geometry, align_up
 from dualpath_storage.header import HEADER_BYTES, Header
 from dualpath_storage.memory import aligned
 
-_MAX_BUFFERS = 1000  # the kernel takes 1024 a call
+MAX_BUFFERS = 1000  # the kernel takes 1024 a call
 _MOST_WASTE = 0.25
 
 
@@ -140,15 +140,8 @@ class RangeReader:
         """Runs of items worth one I/O: neighbours of which little else would be read."""
         gap = self._geometry.slot_bytes - shape.stride
         merge = gap <= _MOST_WASTE * shape.stride and not (shape.header and shape.first)
-        most = max(1, min(self._max_io_bytes // shape.stride, _MAX_BUFFERS // 2)) if merge else 1
-        first = 0
-        for i in range(1, len(items) + 1):
-            if i < len(items) and i - first < most:
-                place, before = items[i].placement, items[i - 1].placement
-                if (place.segment, place.slot) == (before.segment, before.slot + 1):
-                    continue
-            yield first, i - first
-            first = i
+        most = max(1, min(self._max_io_bytes // shape.stride, MAX_BUFFERS // 2)) if merge else 1
+        return neighbours([item.placement for item in items], most)
 
     def _fill(
         self, file: SegmentFile, run: Sequence[RangeItem], shape: RangeShape, area: memoryview
@@ -190,6 +183,18 @@ class RangeReader:
         if array("Q", sums) != checksums[shape.first : shape.end]:
             return RangeRead(ReadStatus.CHECKSUM, checksums)
         return RangeRead(ReadStatus.OK, checksums)
+
+
+def neighbours(places: Sequence[Placement], most: int) -> Iterator[tuple[int, int]]:
+    """Runs of at most ``most`` slots that follow each other in the store: first, and how many."""
+    first = 0
+    for i in range(1, len(places) + 1):
+        if i < len(places) and i - first < most:
+            place, before = places[i], places[i - 1]
+            if (place.segment, place.slot) == (before.segment, before.slot + 1):
+                continue
+        yield first, i - first
+        first = i
 
 
 def check_header(
