@@ -168,16 +168,15 @@ class _Played:
 class _Scheduler:
     """Which PE takes a turn: the one with the fewest tokens that it has not computed yet."""
 
-    def __init__(self, peers: Sequence[Peer]) -> None:
-        self._tokens = dict.fromkeys(range(len(peers)), 0)
-        self._peers = peers
+    def __init__(self, count: int) -> None:
+        self._tokens = [0] * count
         self._last = -1
         self._lock = threading.Lock()
 
     def take(self, tokens: int) -> int:
         """The number of the PE, whose turn it is among equals."""
         with self._lock:
-            count = len(self._peers)
+            count = len(self._tokens)
             order = [(self._last + 1 + i) % count for i in range(count)]
             self._last = min(order, key=lambda i: self._tokens[i])
             self._tokens[self._last] += tokens
@@ -196,7 +195,7 @@ class _Play:
         self._work = work
         self._bed = bed
         self._model: Model = MODELS[work.model]
-        self._scheduler = _Scheduler(bed.prefill)
+        self._scheduler = _Scheduler(len(bed.prefill))
         self._lock = threading.Lock()
         self._writes: list[tuple[Peer, Future[Message]]] = []
         self.turns: list[_Played] = []

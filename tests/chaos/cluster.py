@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -335,11 +336,14 @@ class Cluster:
         while True:
             began = time.monotonic()
             time.sleep(seconds)
-            wait_for(lambda began=began: len(self._since(began).loads) >= _ENOUGH, "loads")  # type: ignore[misc]
+            wait_for(partial(self._enough_since, began), "loads")
             window = self._since(began)
             if set(window.outcomes) == {"ok"} and window.brings(self.sides, _LEAST):
                 return window
             assert time.monotonic() < end, f"nothing is normal: {self.loads[-5:]} {self.errors}"
+
+    def _enough_since(self, began: float) -> bool:
+        return len(self._since(began).loads) >= _ENOUGH
 
     def _since(self, began: float) -> Window:
         return between(list(self.loads), began, time.monotonic())
@@ -355,7 +359,7 @@ class Cluster:
         """
         for begin in _steps(since, within_s):
             until = begin + max(_STRETCH_S, 2 * most_s)
-            wait_for(lambda until=until: self._over(until), "the end of loads")  # type: ignore[misc]
+            wait_for(partial(self._over, until), "the end of loads")
             window = between(list(self.loads), begin, until)
             if (
                 len(window.loads) >= 3

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,8 +38,9 @@ print(json.dumps([(finding.ok, finding.text) for finding in found]))
 """
 
 
-def run(command: list[str], **options: object) -> Done:
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)  # type: ignore[call-overload, no-any-return]
+def run(command: list[str], **options: Any) -> Done:
+    done: Done = subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+    return done
 
 
 @pytest.fixture(scope="module")

@@ -47,10 +47,11 @@ def test_what_was_not_taken_cannot_be_given_back() -> None:
 
 def test_memory_costs_nothing_before_it_is_used_and_comes_back() -> None:
     memory = SharedMemory(256 * MIB)
-    assert memory.fd is not None
+    fd = memory.fd
+    assert fd is not None
 
     def in_use() -> int:
-        return os.fstat(memory.fd).st_blocks * 512  # type: ignore[arg-type]
+        return os.fstat(fd).st_blocks * 512
 
     assert in_use() == 0
     offset = memory.take(32 * MIB)

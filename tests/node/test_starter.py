@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -160,9 +161,9 @@ def test_one_that_keeps_failing_is_tried_ever_more_rarely_with_one_line(
     spawned: list[float] = []
     real = subprocess.Popen
 
-    def popen(*args: object, **kwargs: object) -> object:
+    def popen(*args: Any, **kwargs: Any) -> Any:
         spawned.append(time.monotonic())
-        return real(*args, **kwargs)  # type: ignore[call-overload]
+        return real(*args, **kwargs)
 
     monkeypatch.setattr("dualpath_sglang.node.starter.subprocess.Popen", popen)
     join(node_listen="203.0.113.0/24")

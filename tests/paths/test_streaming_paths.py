@@ -310,7 +310,9 @@ def test_what_the_machines_own_agent_has_in_memory_is_read_from_there(
     nodes.idle()
 
 
-def test_an_own_agent_that_hangs_is_replaced(cluster: Callable[..., Cluster]) -> None:
+def test_an_own_agent_that_hangs_is_replaced(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
     nodes = cluster(policy="split", own=True)
     hit = a_hit(nodes)
     assert nodes.own is not None
@@ -323,7 +325,7 @@ def test_an_own_agent_that_hangs_is_replaced(cluster: Callable[..., Cluster]) ->
         go_on.wait(20.0)
         return serve(request)
 
-    nodes.own.agent.serve = hang  # type: ignore[method-assign]
+    monkeypatch.setattr(nodes.own.agent, "serve", hang)
     assert nodes.prefill.load(hit, seconds=4.0)["r"].ok
     assert hit.wrong_pages() == []
     assert (nodes.stats.hedges, nodes.local.counts["bytes"]) == (1, 0)
@@ -394,13 +396,13 @@ def test_what_the_own_agent_has_not_is_rescued_from_a_store_that_hangs(
 
 
 def test_an_own_agent_that_cannot_be_asked_leaves_the_hit_to_all(
-    cluster: Callable[..., Cluster],
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = cluster(policy="split", own=True)
     hit = a_hit(nodes)
     of_own_agent(nodes, hit, 24)
     assert nodes.own is not None
-    nodes.own.agent.serve = lambda _: End.BUSY  # type: ignore[method-assign]
+    monkeypatch.setattr(nodes.own.agent, "serve", lambda _: End.BUSY)
     assert nodes.prefill.load(hit)["r"].ok
     assert hit.wrong_pages() == []
     whole = 24 * hit.pool.geometry.block_bytes
@@ -460,14 +462,14 @@ def test_while_a_store_hangs_here_new_hits_go_to_others_at_once(
 
 
 def test_a_store_that_hangs_is_rescued_by_a_node_that_comes_later(
-    cluster: Callable[..., Cluster],
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = cluster(policy="shorter_queue")
     hit = a_hit(nodes)
     nodes.prefill.reads.also = gate = Gate()
     (peer,) = nodes.peers._usable(None)
     asked = threading.Event()
-    peer.usable = lambda _: asked.is_set()  # type: ignore[method-assign]
+    monkeypatch.setattr(peer, "usable", lambda _: asked.is_set())
     load = nodes.prefill.start(hit, seconds=8.0)
     time.sleep(2.5)  # by now this node is late
     asked.set()
@@ -477,7 +479,9 @@ def test_a_store_that_hangs_is_rescued_by_a_node_that_comes_later(
     nodes.idle()
 
 
-def test_the_hits_of_a_batch_are_spread_evenly_too(cluster: Callable[..., Cluster]) -> None:
+def test_the_hits_of_a_batch_are_spread_evenly_too(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
     nodes = cluster(policy="split")
     pool = nodes.prefill.cache.attach(geometry())
     hits = [nodes.prefill.hit(f"r{i}", pool, 10, seed=i) for i in range(8)]
@@ -487,7 +491,7 @@ def test_the_hits_of_a_batch_are_spread_evenly_too(cluster: Callable[..., Cluste
         time.sleep(0.2)
         return begin(*how)
 
-    nodes.peers.begin = slowly  # type: ignore[method-assign]
+    monkeypatch.setattr(nodes.peers, "begin", slowly)
     results = nodes.prefill.load(*hits)
     assert all(result.ok for result in results.values())
     whole = 80 * pool.geometry.block_bytes
@@ -571,8 +575,11 @@ def test_under_random_faults_a_good_result_means_right_pages(
         if rng.random() < 0.1:
             raise OSError(rng.choice([errno.EIO, errno.EMFILE]), "of the test")
 
-    for node in [nodes.prefill, *nodes.nodes]:
-        node.reads.also = trouble  # type: ignore[attr-defined]
+    def all_reads(also: Callable[..., None] | None) -> None:
+        for reads in [nodes.prefill.reads, *(node.reads for node in nodes.nodes)]:
+            reads.also = also
+
+    all_reads(trouble)
     for number in range(12):
         for node in nodes.nodes:
             node.wire.hook = rng.choice(
@@ -584,12 +591,9 @@ def test_under_random_faults_a_good_result_means_right_pages(
         if result.ok:
             assert hit.wrong_pages() == []
         else:  # it may have been taken out as damaged
-            for node in [nodes.prefill, *nodes.nodes]:
-                node.reads.also = None  # type: ignore[attr-defined]
+            all_reads(None)
             nodes.prefill.write(pool, hit.keys)
-            for node in [nodes.prefill, *nodes.nodes]:
-                node.reads.also = trouble  # type: ignore[attr-defined]
-    for node in [nodes.prefill, *nodes.nodes]:
-        node.reads.also = None  # type: ignore[attr-defined]
+            all_reads(trouble)
+    all_reads(None)
     assert Outcome.OK in outcomes
     nodes.idle()

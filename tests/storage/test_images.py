@@ -22,7 +22,7 @@ def geometry(layers: int, layer_bytes: int) -> Geometry:
 def reader(segment: Segment, max_io_bytes: int = 1 << 20) -> ImageReader:
     return ImageReader(
         segment.geometry,
-        segment.file,  # type: ignore[arg-type]
+        segment.file,
         lambda e: ReadStatus.MISSING if e.errno == errno.ENOENT else ReadStatus.IO_ERROR,
         max_io_bytes,
     )

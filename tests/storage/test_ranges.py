@@ -6,6 +6,7 @@ import errno
 import random
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -61,7 +62,7 @@ class Segment:
             begin += len(buffer)
         return len(data)
 
-    def file(self, number: int) -> Segment:
+    def file(self, number: int) -> Any:
         if number:
             raise FileNotFoundError(errno.ENOENT, "no such segment")
         return self
@@ -69,7 +70,7 @@ class Segment:
     def reader(self, max_io_bytes: int = 1 << 20) -> RangeReader:
         return RangeReader(
             self.geometry,
-            self.file,  # type: ignore[arg-type]
+            self.file,
             lambda e: ReadStatus.MISSING if e.errno == errno.ENOENT else ReadStatus.IO_ERROR,
             max_io_bytes,
         )

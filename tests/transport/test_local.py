@@ -514,7 +514,9 @@ def test_an_end_that_comes_too_early_is_no_good_end(tmp_path: Path) -> None:
 
 
 def test_bytes_that_change_while_they_are_copied_do_not_pass(
-    serve: Callable[..., LocalServer], connect: Callable[..., LocalConnection]
+    serve: Callable[..., LocalServer],
+    connect: Callable[..., LocalConnection],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An agent that does not keep its promise: the reader's own check says so."""
     source = SharedBlocks()
@@ -528,7 +530,7 @@ def test_bytes_that_change_while_they_are_copied_do_not_pass(
         wrong.extend(bad_layer_blocks(views, LAYER_BYTES, checksums))
         landed(span, checksums)
 
-    wanted.landed = check  # type: ignore[method-assign]
+    monkeypatch.setattr(wanted, "landed", check)
     assert run(connection, wanted).ends == [End.OK]
     assert not wrong
     wanted.ends.clear()
@@ -615,8 +617,10 @@ def test_one_that_asks_without_end_is_told_busy(serve: Callable[..., LocalServer
 
 
 def test_a_source_that_says_no_places_serves_nobody(
-    serve: Callable[..., LocalServer], connect: Callable[..., LocalConnection]
+    serve: Callable[..., LocalServer],
+    connect: Callable[..., LocalConnection],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = SharedBlocks()
-    source.serve = Blocks().serve  # type: ignore[method-assign]
+    monkeypatch.setattr(source, "serve", Blocks().serve)
     assert run(connect(serve(source)), place_for(request_of(keys(2)))).ends == [End.FAILED]

@@ -105,7 +105,7 @@ def test_turns_are_given_in_the_order_in_which_they_were_asked_for() -> None:
 
 
 def test_the_least_loaded_engine_takes_the_next_turn() -> None:
-    scheduler = _Scheduler([None, None, None])  # type: ignore[list-item]
+    scheduler = _Scheduler(3)
     assert [scheduler.take(10), scheduler.take(30), scheduler.take(20)] == [0, 1, 2]
     assert scheduler.take(5) == 0
     scheduler.give(1, 30)
