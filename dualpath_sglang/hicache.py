@@ -36,13 +36,12 @@ from dualpath_sglang.guard import all_false, all_false_by_pool, all_none, length
 from dualpath_sglang.host_layout import HostLayout
 from dualpath_sglang.host_pages import HostPages, StoredPool, raw_keys
 from dualpath_sglang.identity import identify
-from dualpath_sglang.kvcache import KVCache, WriteResult
+from dualpath_sglang.kvcache import WriteResult
 from dualpath_sglang.metrics import Metrics
 from dualpath_sglang.node.report import Node
-from dualpath_sglang.node.starter import Membership
 from dualpath_sglang.paths.host_reader import HostReader
 from dualpath_sglang.pool import Pool
-from dualpath_sglang.second_path import other_nodes
+from dualpath_sglang.second_path import ServedStore
 from dualpath_sglang.served_model import served_model
 from dualpath_sglang.shards import Rank
 from dualpath_storage import StoreError, key_bytes
@@ -68,12 +67,11 @@ class DualPathStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untype
         del kwargs
         extra = dict(storage_config.extra_config or {})
         config = self._config = DualPathConfig.load(extra)
-        options = config.store_options()
         identity = identify(
             served_model(storage_config.model_name),
             model_id=config.model_id,
             weights_revision=config.weights_revision,
-            cache_dir=None if config.read_only else options.root,
+            cache_dir=None if config.read_only else config.store_options().root,
         )
         self._samples = _Samples() if storage_config.enable_storage_metrics else None
         self._refused: dict[str, str] = {}
@@ -81,24 +79,11 @@ class DualPathStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untype
         self._suspended = False
         # Last: whatever failed before has left nothing behind.
         node = Node("hicache", int(storage_config.tp_rank), host=config.machine_name)
-        self._membership = Membership(config)
-        try:
-            self._cache = KVCache(
-                options, index=config.index_source(), node=node, machine=self._membership.queue
-            )
-        except BaseException:
-            self._membership.close()
-            raise
-        try:
-            self._others = other_nodes(config, self._cache, self._membership.machine)
-        except BaseException:
-            self._cache.close()
-            self._membership.close()
-            raise
+        self._served = ServedStore(config, node)
+        self._cache = self._served.cache
+        others = self._served.others
         self._reader = (
-            None
-            if self._others is None
-            else HostReader(self._cache, self._others, config.hedge_after)
+            None if others is None else HostReader(self._cache, others, config.hedge_after)
         )
         self._metrics = Metrics(
             "hicache", int(storage_config.tp_rank), enabled=storage_config.enable_storage_metrics
@@ -116,7 +101,7 @@ class DualPathStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untype
     def _publish(self) -> None:
         stats = self._cache.stats()
         self._metrics.cache(stats)
-        reader, others = self._reader, self._others
+        reader, others = self._reader, self._served.others
         remote_bytes, hedges = (0, 0) if reader is None else (reader.remote_bytes, reader.hedges)
         self._metrics.paths(stats.read_bytes, remote_bytes, hedges)
         if others is not None:
@@ -419,10 +404,7 @@ class DualPathStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untype
         """Give everything back. Later calls miss."""
         self._suspended = True
         self._metrics.close()
-        if self._others is not None:
-            self._others.close()
-        self._cache.close()
-        self._membership.close()
+        self._served.close()
         logger.info("DualPath storage at %s is closed", self._cache.root)
 
     def note_failure(self, call: str, error: Exception) -> None:

@@ -33,18 +33,15 @@ from dualpath_sglang.geometries import KV, is_sharded, pool_geometry
 from dualpath_sglang.guard import length, never_raises
 from dualpath_sglang.host_pages import raw_keys
 from dualpath_sglang.identity import identify
-from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.layer_counter import GRACE_S, LayerCounter
 from dualpath_sglang.lookups import Need, PrefixLookups
 from dualpath_sglang.metrics import Metrics
 from dualpath_sglang.node.report import Node
-from dualpath_sglang.node.starter import Membership
 from dualpath_sglang.offloads import STAGING_BYTES, OffloadPart, Offloads
-from dualpath_sglang.paths.peers import Peers
 from dualpath_sglang.pool import Pool
 from dualpath_sglang.request_ledger import RequestLedger
 from dualpath_sglang.scrubber import Scrubber
-from dualpath_sglang.second_path import other_nodes
+from dualpath_sglang.second_path import ServedStore
 from dualpath_sglang.served_model import served_model
 from dualpath_sglang.served_rank import this_rank
 from dualpath_sglang.streaming.load import Load, LoadRequest, LoadResult, Outcome, PoolLoad
@@ -99,7 +96,6 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         linker_hooks.require_applied()
         self.forward_stream = forward_stream
         config = self._config = DualPathConfig.load(extra_config)
-        options = config.store_options()
         described = device_pools.describe(params, components)
         self._device_pools = {pool.name: pool for pool in described.pools}
         self.pools = {_pool_name(name): pool for name, pool in self._device_pools.items()}
@@ -108,21 +104,14 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
             served_model(getattr(server_args, "served_model_name", None)),
             model_id=config.model_id,
             weights_revision=config.weights_revision,
-            cache_dir=None if config.read_only else options.root,
+            cache_dir=None if config.read_only else config.store_options().root,
         )
         self._noted: set[str] = set()
         self._suspended = False
         self._metrics = Metrics("streaming", rank.tp[0], enabled=bool(params.enable_metrics))
         node = Node("streaming", rank.tp[0], host=config.machine_name)
-        self._membership = Membership(config)
-        try:
-            self._cache = KVCache(
-                options, index=config.index_source(), node=node, machine=self._membership.queue
-            )
-        except BaseException:
-            self._membership.close()
-            raise
-        self._others: Peers | None = None
+        self._served = ServedStore(config, node)
+        self._cache = self._served.cache
         try:
             self._stored: dict[str, Pool] = {}
             for pool in described.pools:
@@ -138,7 +127,7 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
                 _log_pool(geometry, writer)
             self._build(config, params, described.layers)
         except BaseException:
-            self._leave()
+            self._served.close()
             raise
 
     def _build(self, config: DualPathConfig, params: Any, layers: int) -> None:
@@ -160,9 +149,8 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
                 except ValueError as error:
                     raise StoreError(f"DualPath cannot stream into {name}: {error}") from error
                 self._landings[name] = landing
-        self._others = other_nodes(config, self._cache, self._membership.machine)
         self._streamer = LayerStreamer(
-            self._cache, stream_options, memory=memory, paths=self._others
+            self._cache, stream_options, memory=memory, paths=self._served.others
         )
         for stored in self._stored.values():
             self._streamer.check(stored.geometry)
@@ -438,22 +426,17 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         self._scrubber.close()
         self._lookups.close()
         self._streamer.close()
-        self._leave()
+        self._served.close()
         logger.info("DualPath's store at %s is closed", self._cache.root)
-
-    def _leave(self) -> None:
-        if self._others is not None:
-            self._others.close()
-        self._cache.close()
-        self._membership.close()
 
     def _publish(self) -> None:
         self._metrics.cache(self._cache.stats())
         streamed = self._streamer.stats()
         self._metrics.stream(streamed)
         self._metrics.paths(streamed.read_bytes, streamed.remote_bytes, streamed.hedges)
-        if self._others is not None:
-            self._metrics.nodes(self._others.usable, self._others.counts)
+        others = self._served.others
+        if others is not None:
+            self._metrics.nodes(others.usable, others.counts)
         self._metrics.lookups(dict(self._lookups.sources))
         self._metrics.gauge("offload_waiting_pages", self._offloads.waiting_pages)
 

@@ -1,4 +1,4 @@
-"""What a server knows of other nodes that read for it, made from its configuration."""
+"""The store as a server has it, with the nodes that read for it, made from its configuration."""
 
 from __future__ import annotations
 
@@ -10,10 +10,44 @@ from dualpath_sglang.index import IndexUnavailableError
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.node.machine import MachineDir
 from dualpath_sglang.node.options import NodeError
+from dualpath_sglang.node.report import Node
 from dualpath_sglang.node.secret import NodeSecret
+from dualpath_sglang.node.starter import Membership
 from dualpath_sglang.paths.peers import Nearby, PathOptions, Peers
 from dualpath_sglang.transport.base import PeerLostError
 from dualpath_storage import StoreError
+
+
+class ServedStore:
+    """A cache, the server's place on its machine, and the other nodes.
+
+    Args:
+        node: who this process is to others.
+
+    Raises:
+        ConfigError, StoreError: it cannot be used as asked; nothing is left behind.
+    """
+
+    def __init__(self, config: DualPathConfig, node: Node) -> None:
+        with contextlib.ExitStack() as stack:
+            membership = Membership(config)
+            stack.callback(membership.close)
+            self.cache = KVCache(
+                config.store_options(),
+                index=config.index_source(),
+                node=node,
+                machine=membership.queue,
+            )
+            stack.callback(self.cache.close)
+            self.others = other_nodes(config, self.cache, membership.machine)
+            """Those that read for this server; None where there can be none."""
+            if self.others is not None:
+                stack.callback(self.others.close)
+            self._stack = stack.pop_all()
+
+    def close(self) -> None:
+        """Leave. No read may be under way."""
+        self._stack.close()
 
 
 def other_nodes(config: DualPathConfig, cache: KVCache, machine: MachineDir | None) -> Peers | None:

@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
@@ -217,7 +215,7 @@ class Demo:
             DemoError: that does not happen.
         """
         end = time.monotonic() + PATIENCE_S
-        while metric(server, "dualpath_nodes") != count:
+        while server.metric("dualpath_nodes") != count:
             if time.monotonic() > end:
                 raise DemoError(f"The server does not know {count} other nodes")
             time.sleep(0.2)
@@ -225,7 +223,7 @@ class Demo:
     def sent(self, server: Server) -> dict[tuple[str, str], int]:
         """Bytes of hits so far, by the node that read them and its process."""
         reports = (self._looker.nodes() or {}).values()
-        own = int(metric(server, "dualpath_path_bytes_total", path="pe"))
+        own = int(server.metric("dualpath_path_bytes_total", path="pe"))
         return {(PREFILL, ""): own} | {
             (str(report["host"]), str(report["node_id"])): int(report["served_bytes"])
             for report in reports
@@ -290,17 +288,6 @@ def grown(before: dict[tuple[str, str], int], after: dict[tuple[str, str], int])
     return added
 
 
-def metric(server: Server, name: str, **labels: str) -> float:
-    """Sum of the samples of a metric of a server."""
-    text = httpx.get(f"{server.url}/metrics", timeout=30.0, follow_redirects=True).text
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; its exit status."""
     parser = argparse.ArgumentParser(
@@ -317,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with working_directory(options.keep) as directory, redis_server(directory) as index:
             demo = Demo(directory, index, options.turns)
             demo.run()
-    except (DemoError, ServerError, OSError, httpx.HTTPError) as error:
+    except (DemoError, ServerError, OSError) as error:
         print(f"\nThe demo failed: {error}", file=sys.stderr)
         if options.keep is None:
             print("With --keep DIR it leaves the store and the logs behind.", file=sys.stderr)

@@ -13,6 +13,8 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+from prometheus_client.parser import text_string_to_metric_families
+
 CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "HF_HUB_OFFLINE": "1",
@@ -127,6 +129,24 @@ class Server:
             except OSError as error:
                 raise ServerError(f"The server does not answer: {error}\n{self._tail()}") from error
         raise ServerError(f"The server does not become idle.\n{self._tail()}")
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the samples of a metric that have these labels; needs --enable-metrics.
+
+        Raises:
+            ServerError: the server does not answer.
+        """
+        try:
+            with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as reply:
+                text = reply.read().decode()
+        except OSError as error:
+            raise ServerError(f"The server does not answer: {error}\n{self._tail()}") from error
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
 
     def _answers(self) -> bool:
         try:

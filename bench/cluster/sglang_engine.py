@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from bench.cluster.lines import Answer, Driver, Message
 from bench.cluster.sglang_store import BLOCKS
@@ -123,13 +122,13 @@ class Engine:
     def stats(self, request: Message, answer: Answer) -> None:
         """Bytes of hits, by path."""
         del request
-        path = {p: self._metric("dualpath_path_bytes_total", path=p) for p in ("pe", "de")}
+        path = {p: self._server.metric("dualpath_path_bytes_total", path=p) for p in ("pe", "de")}
         answer({"landed_bytes": int(sum(path.values())), "wrong": 0, **path})
 
     def nodes(self, request: Message, answer: Answer) -> None:
         """How many other nodes the server can ask."""
         del request
-        answer({"nodes": int(self._metric("dualpath_nodes"))})
+        answer({"nodes": int(self._server.metric("dualpath_nodes"))})
 
     def _generate(self, trajectory: str, count: int) -> dict[str, Any]:
         rng = random.Random(trajectory)
@@ -144,16 +143,7 @@ class Engine:
         return told
 
     def _stored_pages(self) -> float:
-        return self._metric("dualpath_blocks_total", outcome="written")
-
-    def _metric(self, name: str, **labels: str) -> float:
-        text = self._http.get("/metrics/", follow_redirects=True).text
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        return self._server.metric("dualpath_blocks_total", outcome="written")
 
     def close(self) -> None:
         """End the server."""

@@ -21,7 +21,6 @@ from bench.cluster.landing import CheckedSink, Tally
 from bench.cluster.model import Contents
 from bench.cluster.spec import DSCP, SECRET, HostSpec
 from bench.measure import BenchError
-from dualpath_sglang.index import IndexUnavailableError, Report
 from dualpath_sglang.kvcache import KVCache
 from dualpath_sglang.paths.peers import PathOptions, Peers, Policy
 from dualpath_sglang.pool import Pool
@@ -87,14 +86,7 @@ def _reached(spec: HostSpec, cache: KVCache) -> Peers:
     policy = _POLICIES.get(spec.system)
     if policy is None:
         raise BenchError(f"There is no system {spec.system}")
-
-    def reports() -> Mapping[str, Report] | None:
-        try:
-            return cache.index.nodes()
-        except IndexUnavailableError:
-            return None
-
-    peers = Peers(reports, PathOptions(policy, _FLOOR_BYTES, lambda _: SECRET, dscp=DSCP))
+    peers = Peers(cache.nodes, PathOptions(policy, _FLOOR_BYTES, lambda _: SECRET, dscp=DSCP))
     end = time.monotonic() + LOAD_S
     while peers.usable < len(spec.peers):
         if time.monotonic() > end:

@@ -40,6 +40,8 @@ class HostFetch:
         self._per_layer = len(pieces[0]) // geometry.layers
         self._left = array("H", [geometry.layers]) * len(numbers)
         self._came = 0
+        self._views: list[memoryview] = []
+        """Of the piece that has come last."""
         self._over = threading.Event()
 
     # -- Destination ------------------------------------------------------------------------
@@ -57,7 +59,8 @@ class HostFetch:
         """See :class:`~dualpath_sglang.transport.base.Destination`."""
         del deadline
         blocks = range(span.first, span.first + span.count)
-        return [view for block in blocks for view in self._layers(block, span)]
+        self._views = [view for block in blocks for view in self._layers(block, span)]
+        return self._views
 
     def _layers(self, block: int, span: Span) -> Sequence[memoryview]:
         first, end = span.first_layer * self._per_layer, span.end_layer * self._per_layer
@@ -67,7 +70,7 @@ class HostFetch:
 
     def landed(self, span: Span, checksums: Sequence[int]) -> None:
         """See :class:`~dualpath_sglang.transport.base.Fetching`."""
-        bad = bad_layer_blocks(self.views(span, 0.0), self.layer_bytes, checksums)
+        bad = bad_layer_blocks(self._views, self.layer_bytes, checksums)
         hurt = {span.first + i // span.layers for i in bad}
         self.damaged |= bool(hurt)
         for block in range(span.first, span.first + span.count):

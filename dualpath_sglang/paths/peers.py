@@ -187,7 +187,9 @@ class Peers:
     # -- who there is -----------------------------------------------------------------------
 
     def _work(self) -> None:
-        while not self._stop.wait(_LOOK_EVERY_S):
+        pause_s = 0.0
+        while not self._stop.wait(pause_s):
+            pause_s = _LOOK_EVERY_S
             try:
                 self.look()
             except Exception:

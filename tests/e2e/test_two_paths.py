@@ -37,11 +37,11 @@ class Fleet:
 
     def path_bytes(self, path: str) -> float:
         """Of hits that came over a path."""
-        return metric(self.server, "dualpath_path_bytes_total", path=path)
+        return self.server.metric("dualpath_path_bytes_total", path=path)
 
     def nodes(self, count: int) -> None:
         """Until the server can ask that many."""
-        wait_for(lambda: metric(self.server, "dualpath_nodes") == count, 90.0)
+        wait_for(lambda: self.server.metric("dualpath_nodes") == count, 90.0)
 
     def restored(self, prompt: list[int]) -> tuple[Answer, float, float]:
         """The answer for a prompt that is only in storage, and its bytes over either path."""
@@ -51,16 +51,6 @@ class Fleet:
         wait_for(lambda: (self.path_bytes("pe"), self.path_bytes("de")) != before)
         pe, de = self.path_bytes("pe"), self.path_bytes("de")
         return answer, pe - before[0], de - before[1]
-
-
-def metric(server: Server, name: str, **labels: str) -> float:
-    status, body = server.request("GET", "/metrics")
-    assert status == 200
-    return sum(
-        float(line.rpartition(" ")[2])
-        for line in body.decode().splitlines()
-        if line.partition("{")[0] == name and all(f'{k}="{v}"' in line for k, v in labels.items())
-    )
 
 
 def case(

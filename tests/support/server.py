@@ -306,6 +306,19 @@ class Server:
                 samples[name] = samples.get(name, 0.0) + float(value)
         return samples
 
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the samples of one metric that carry these labels, settled."""
+        status, body = self.request("GET", "/metrics")
+        assert status == 200
+        total = 0.0
+        for line in body.decode().splitlines():
+            sample, _, value = line.rpartition(" ")
+            if sample.partition("{")[0] == name and all(
+                f'{label}="{wanted}"' in sample for label, wanted in labels.items()
+            ):
+                total += float(value)
+        return total
+
     def post(self, path: str, body: Any = None) -> Any:
         """POST JSON, return the JSON reply. Raises ServerError unless 200."""
         return self._json("POST", path, body)

@@ -93,19 +93,6 @@ class StreamingServer(Server):
         assert lines[-1] == "[DONE]"
         return [json.loads(line) for line in lines[:-1]]
 
-    def metric(self, name: str, **labels: str) -> float:
-        """Sum of the samples of one metric that carry these labels, settled."""
-        status, body = self.request("GET", "/metrics")
-        assert status == 200
-        total = 0.0
-        for line in body.decode().splitlines():
-            sample, _, value = line.rpartition(" ")
-            if sample.partition("{")[0] == name and all(
-                f'{label}="{wanted}"' in sample for label, wanted in labels.items()
-            ):
-                total += float(value)
-        return total
-
 
 def answer_of(reply: Mapping[str, Any], began: float) -> Answer:
     from tests.support.server import _cached
