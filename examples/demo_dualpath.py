@@ -102,7 +102,10 @@ class Agent:
         if self._process is None:
             return None
         self._process.terminate()
-        return self._process.wait(PATIENCE_S)
+        try:
+            return self._process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            raise DemoError(f"The agent {self.name} does not end") from None
 
 
 class Demo:

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from dualpath_sglang.paths.reports import NodeReport
@@ -41,6 +42,8 @@ _WELL_S = 10.0
 _BUSY_S = 0.2
 _UNKNOWN_S = 2.0
 _SILENT_S = 0.5
+_STALE_S = 1.0
+"""A node of which nothing was heard for so long is asked how it is."""
 _SHARED = 3.0
 _DELAY_S = 0.002
 """What the way over another node adds to a read, beside the reading."""
@@ -88,7 +91,8 @@ class Peer:
         self._clock = clock
         self._lock = threading.Lock()
         self._connection: AnyConnection | None = None
-        self._connecting = False
+        self._busy = False
+        """Whether a thread connects, or asks how it is."""
         self._closed = False
         self._pause_s = 0.0
         self._try_at = -math.inf
@@ -157,22 +161,33 @@ class Peer:
     # -- the connection ---------------------------------------------------------------------
 
     def reach(self) -> None:
-        """Begin to connect, in a thread, if there is need and it is time."""
+        """Begin to connect, or to ask how it is, in a thread, if there is need and it is time."""
         with self._lock:
             connection = self._connection
             alive = connection is not None and connection.lost is None
-            if alive or self._connecting or self._closed or self._clock() < self._try_at:
+            due_at = self._told.at + _STALE_S if alive else self._try_at
+            if self._busy or self._closed or self._clock() < due_at:
                 return
-            self._connecting = True
-        if connection is not None:
+            self._busy = True
+        if connection is not None and not alive:
             self._say(connection.lost or "the connection was closed")
+        work = self._connect if connection is None or not alive else partial(self._ask, connection)
         try:
-            threading.Thread(target=self._connect, name="dualpath-connect", daemon=True).start()
+            threading.Thread(target=work, name="dualpath-connect", daemon=True).start()
         except RuntimeError as error:  # no more threads for now
             with self._lock:
-                self._connecting = False
+                self._busy = False
                 self._wait_longer()
             self._say(str(error))
+
+    def _ask(self, connection: AnyConnection) -> None:
+        """Nobody has told its load for a while. One that does not answer is given up soon."""
+        try:
+            load = connection.ask_load(_STALE_S) if isinstance(connection, Connection) else None
+            if load is not None:
+                self.said(load)
+        finally:
+            self._busy = False
 
     def _connect(self) -> None:
         connection = None
@@ -190,7 +205,7 @@ class Peer:
             self._counts["unreachable"] += 1
             self._say(f"connecting failed: {error!r}")
         with self._lock:
-            self._connecting = False
+            self._busy = False
             old, self._connection = self._connection, connection
             closed = self._closed
             if connection is None:

@@ -7,6 +7,7 @@ Who there is comes from the reports in the index. Nothing here waits for the net
 from __future__ import annotations
 
 import logging
+import math
 import ssl
 import threading
 import time
@@ -34,6 +35,8 @@ Policy: TypeAlias = Literal["split", "shorter_queue", "local", "peer"]
 node alone, or another one alone."""
 
 _LOOK_EVERY_S = 0.25
+_LEARN_EVERY_S = 0.5
+"""Agents report no more often."""
 _MOST = 256
 _MOST_NOTED = 1024
 """Nodes of another version that are told of."""
@@ -93,6 +96,7 @@ class Peers:
         self._peers: dict[str, Peer] = {}
         self._seen: dict[str, float] = {}
         self._other_versions: set[str] = set()
+        self._learn_at = -math.inf
         self._own: Peer | None = None
         self._own_has_blocks = False
         self._lock = threading.Lock()
@@ -197,8 +201,10 @@ class Peers:
 
     def look(self) -> None:
         """Learn of nodes that came and went, and connect to those that are not connected."""
-        reports = self._reports()
+        now = time.monotonic()
+        reports = self._reports() if now >= self._learn_at else None
         if reports is not None:
+            self._learn_at = now + _LEARN_EVERY_S
             self._learn(reports)
         with self._lock:
             peers = list(self._peers.values())

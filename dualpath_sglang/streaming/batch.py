@@ -106,8 +106,6 @@ class Request:
         """What this node has still to read for it."""
         self.queued_tokens = 0
         self.read_bytes = 0
-        self.remote_bytes = 0
-        """Of the bytes read, those that other nodes brought."""
         self.outcome: Outcome | None = None
         for part in self.parts:
             for gate in part.load.gates:

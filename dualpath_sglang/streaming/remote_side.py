@@ -234,7 +234,6 @@ class RemoteSide:
             size = len(blocks) * shape.stride
             read.landed_bytes += size  # before the request ends, if this was all of it
             landed = self._land(read.batch, read.part, staged, blocks)
-            read.part.request.remote_bytes += size
             self._stats.remote_bytes += size
         return landed
 

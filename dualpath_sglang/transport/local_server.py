@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.2
 _BODY_S = 10.0
 _END_S = 2.0
+_CLOSE_S = 5.0
 _TAKEN_S = 2.0
 """A reader that has had its time is waited for so much longer."""
 _FOREVER = float("inf")
@@ -122,7 +123,10 @@ class LocalServer:
         return True
 
     def close(self) -> None:
-        """End every connection at once, and remove the socket."""
+        """End every connection at once, and remove the socket.
+
+        A source that does not end an answer, though told to, is waited for five seconds.
+        """
         self._closed.set()
         self._thread.join()
         self._listener.close()
@@ -131,8 +135,10 @@ class LocalServer:
                 self.path.unlink()
         for reader in self._readers():
             reader.shut()
+        end = time.monotonic() + _CLOSE_S
         for reader in self._readers():
-            reader.join()
+            if not reader.join(max(0.0, end - time.monotonic())):
+                logger.warning("What a reader asked for does not end, and is left alone")
 
     def _readers(self) -> list[_Reader]:
         with self._lock:
@@ -217,8 +223,9 @@ class _Reader:
     def start(self) -> None:
         self._thread.start()
 
-    def join(self) -> None:
-        self._thread.join()
+    def join(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     @property
     def busy(self) -> bool:

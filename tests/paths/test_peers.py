@@ -22,6 +22,7 @@ from dualpath_sglang.transport.client import Connection
 from dualpath_sglang.transport.handshake import VERSION
 from dualpath_sglang.transport.server import Server, ServerOptions
 from dualpath_storage import Geometry
+from tests.paths.cluster import Wire, stop_after
 from tests.streaming.bed import eventually, geometry
 from tests.transport.peers import (
     GEOMETRY_ID,
@@ -204,6 +205,36 @@ def test_a_node_that_went_away_and_came_back_is_used_again(
     again = Server(Blocks(), ServerOptions(port=server.port, secret=SECRET))
     fleet.servers.append(again)
     eventually(lambda: usable(peers) == {"a"}, "it is connected again")
+
+
+def test_a_node_of_which_nobody_tells_is_asked_how_it_is(
+    fleet: Fleet, start: Callable[..., Peers]
+) -> None:
+    """As while Redis is away."""
+    fleet.add("a")
+    peers = start()
+    eventually(lambda: usable(peers) == {"a"}, "it is connected")
+    fleet.reports = None
+    (peer,) = peers._usable(None)
+    eventually(lambda: peer.side().queue_bytes == 12345, "it says what its source does")
+    assert usable(peers) == {"a"}
+
+
+def test_a_node_that_hangs_is_found_out_before_anything_is_asked_of_it(
+    fleet: Fleet, start: Callable[..., Peers]
+) -> None:
+    server = fleet.add("a")
+    wire = Wire(server.port)
+    fleet.told("a", address=f"127.0.0.1:{wire.port}")
+    peers = start()
+    eventually(lambda: usable(peers) == {"a"}, "it is connected")
+    go_on = threading.Event()
+    wire.hook = stop_after(0, go_on)
+    eventually(lambda: not usable(peers), "it is given up")
+    assert peers.counts["ok"] == peers.counts["late"] == 0
+    go_on.set()
+    eventually(lambda: usable(peers) == {"a"}, "it is reached anew")
+    wire.close()
 
 
 def test_a_fetch_brings_blocks_and_what_the_node_says_of_its_queue(
@@ -542,8 +573,6 @@ def test_a_way_that_brings_far_less_than_the_node_reads_counts() -> None:
 def test_a_connection_that_breaks_counts_once_however_many_fetches_it_had(
     fleet: Fleet, start: Callable[..., Peers]
 ) -> None:
-    import threading
-
     go = threading.Event()
     server = fleet.add("a", Blocks(hold=lambda *_: go.wait(20.0) and None))
     peers = start()

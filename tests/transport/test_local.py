@@ -624,3 +624,29 @@ def test_a_source_that_says_no_places_serves_nobody(
     source = SharedBlocks()
     monkeypatch.setattr(source, "serve", Blocks().serve)
     assert run(connect(serve(source)), place_for(request_of(keys(2)))).ends == [End.FAILED]
+
+
+def test_closing_does_not_wait_for_a_source_that_never_ends(
+    serve: Callable[..., LocalServer],
+    connect: Callable[..., LocalConnection],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dualpath_sglang.transport.local_server._CLOSE_S", 0.3)
+    go, begun = threading.Event(), threading.Event()
+
+    def hold(*_: int) -> None:
+        begun.set()
+        go.wait(SOON_S)
+
+    server = serve(SharedBlocks(hold=hold))
+    fetched = place_for(request_of(keys(2)))
+    fetch = connect(server).fetch(fetched.request, fetched.destination, fetched)
+    assert begun.wait(SOON_S)
+    closing = threading.Thread(target=server.close)
+    closing.start()
+    closing.join(SOON_S / 2)
+    ended = not closing.is_alive()
+    go.set()
+    assert ended
+    assert fetch.wait(SOON_S)
+    assert fetched.ends == [End.LOST]
