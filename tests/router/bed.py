@@ -128,9 +128,9 @@ class StubProcess:
 
     def __init__(self, role: str, **behaviour: Any) -> None:
         self.role = role
+        more = ["--behaviour", json.dumps(behaviour)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.router.stub", "--role", role]
-            + ["--behaviour", json.dumps(behaviour)],
+            [sys.executable, "-m", "tests.router.stub", "--role", role, *more],
             stdout=subprocess.PIPE,
             text=True,
             cwd=REPOSITORY,
