@@ -53,6 +53,10 @@ class Machine:
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} of a node must be positive and finite, not {value}")
+        if not 0 < self.s < math.inf:
+            raise ValueError(
+                f"{self.storage_bandwidth} and {self.cnic_bandwidth} cannot be compared"
+            )
         if self.gpus != int(self.gpus):
             raise ValueError(f"a node has a whole number of GPUs, not {self.gpus}")
 
@@ -107,15 +111,16 @@ class Bounds:
     Args:
         least: P/D must not be less.
         most: P/D must not be more; less than ``least`` when no ratio will do.
-        binds_below: the resource that sets ``least``; None: any P/D is large enough.
-        binds_above: the resource that sets ``most``.
+        binds_below: the resources that set ``least``, alike if several; none: any P/D is large
+            enough.
+        binds_above: the resources that set ``most``, likewise.
         constraints: all six.
     """
 
     least: float
     most: float
-    binds_below: str | None
-    binds_above: str | None
+    binds_below: tuple[str, ...]
+    binds_above: tuple[str, ...]
     constraints: tuple[Constraint, ...]
 
     @property
@@ -136,13 +141,12 @@ def bounds(machine: Machine) -> Bounds:
         _fixed("PE DRAM", 2 / dram),
         Constraint("DE DRAM", most=(dram - 3) / 2),
     )
-    below = max(constraints, key=lambda c: c.least)
-    above = min(constraints, key=lambda c: c.most)
+    least, most = max(c.least for c in constraints), min(c.most for c in constraints)
     return Bounds(
-        below.least,
-        above.most,
-        below.resource if below.least > 0 else None,
-        above.resource if above.most < math.inf else None,
+        least,
+        most,
+        tuple(c.resource for c in constraints if c.least > 0 and _same(c.least, least)),
+        tuple(c.resource for c in constraints if c.most < math.inf and _same(c.most, most)),
         constraints,
     )
 
@@ -182,3 +186,7 @@ def failing(machine: Machine, prefill_nodes: int, decode_nodes: int) -> list[str
 def _fixed(resource: str, used: float) -> Constraint:
     """One that P/D does not change: it holds for all ratios or for none."""
     return Constraint(resource) if Load(resource, used).holds else Constraint(resource, math.inf)
+
+
+def _same(one: float, other: float) -> bool:
+    return one == other or math.isclose(one, other, rel_tol=_ROUNDING)
