@@ -26,6 +26,10 @@ class PrefillEngine:
     requests: int = 0
     tokens: int = 0
 
+    def could_take(self, request: Request) -> bool:
+        """Whether it may ever take the request."""
+        return self.name not in request.excluded
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeEngine:
@@ -51,6 +55,11 @@ class DecodeEngine:
     free_tokens: int
     capacity_tokens: int | None = None
 
+    def could_take(self, request: Request) -> bool:
+        """Whether it may ever take the request, were it empty."""
+        fits = self.capacity_tokens is None or request.reserved_tokens <= self.capacity_tokens
+        return fits and self.name not in request.excluded
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -66,6 +75,9 @@ class Request:
         warm_decode: the DE in whose memory a prefix is believed to lie, None if none.
         warm_tokens: length of that prefix.
         excluded: names of PEs and DEs that failed this request; it is not placed on them again.
+
+    Raises:
+        ValueError: a negative number of tokens.
     """
 
     id: str
@@ -76,6 +88,10 @@ class Request:
     warm_decode: str | None = None
     warm_tokens: int = 0
     excluded: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.hit_tokens, self.output_tokens, self.warm_tokens) < 0:
+            raise ValueError(f"request {self.id} has a negative number of tokens: {self}")
 
     @property
     def reserved_tokens(self) -> int:

@@ -127,6 +127,35 @@ def split(
     return shares
 
 
+def proportions(sides: Sequence[Side], size_bytes: int) -> list[float]:
+    """What part of a request each side would read in ``split``, could blocks be divided.
+
+    For who knows no blocks. Queues and size may be in another unit than bytes if rates are too.
+
+    Args:
+        sides: in any order.
+        size_bytes: of the request, more than 0.
+
+    Returns:
+        A part for each side, those that cannot be used 0; together 1.
+
+    Raises:
+        ValueError: no side can be used, or nothing is to be read.
+    """
+    if size_bytes <= 0:
+        raise ValueError(f"cannot split {size_bytes} bytes")
+    lanes = _lanes(_usable(sides))
+    level = _level_s(lanes, size_bytes)
+    amounts = [max(0.0, (level - lane.finish_s(0)) * lane.rate) for lane in lanes]
+    total = sum(amounts)
+    if not 0 < total < math.inf:
+        # Queues so long that the size is lost in rounding.
+        soonest = min(range(len(lanes)), key=lambda i: lanes[i].finish_s(size_bytes))
+        amounts, total = [float(i == soonest) for i in range(len(lanes))], 1.0
+    usable = iter(amounts)
+    return [next(usable) / total if side.usable else 0.0 for side in sides]
+
+
 def _usable(sides: Sequence[Side]) -> list[Side]:
     usable = [side for side in sides if side.usable]
     if not usable:

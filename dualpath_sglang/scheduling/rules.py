@@ -45,14 +45,14 @@ class Rules:
             ``group``: as in the paper, it waits in the group that it was given to, behind it only
             those of that group; for a PE all wait. ``pass``: as spill, but others may pass it; a
             large request may starve.
-        affinity: whether a request returns to where its prefix is warm when that pays.
-        over_beta: a warm PE may have up to this many times beta, if it pays and another PE has
-            room (else nobody is placed). 1.0: beta always holds.
-        compute_rate: tokens a second that a PE processes; None: beta over 5 s.
-        read_rate: tokens a second that a node reads whose own rate is not known; None: alpha over
-            3 s.
-        decode_rate: tokens of a DE's load that weigh as much as a second of waiting; None: the
-            compute rate.
+        affinity: whether a request returns to where its prefix is warm when that pays
+            (``affinity``). Not in round robin.
+        over_beta: a warm PE may have up to this many times beta, if it pays and another PE is
+            not over beta; 1.0: beta always holds.
+        compute_rate: tokens a second that a PE processes; None: not known.
+        read_rate: tokens a second that a node reads of which the cluster knows no rate; None: not
+            known. ``affinity`` says what stands in for rates that are not known.
+        decode_rate: a DE with so many tokens more counts as a second slower; None: as a PE.
         decode_restores: whether DEs read hits for themselves too. Then a warm PE saves a read from
             storage only if the DE is warm as well.
 
