@@ -16,14 +16,14 @@ ONE_DE = (de("d0"),)
 
 def prefills(queue: list[Request], cluster: Cluster, **rules: object) -> list[str]:
     """The PEs, in the order of the queue; the DEs bound nothing."""
-    result = place(queue, cluster, Rules(**rules))  # type: ignore[arg-type]
+    result = place(queue, cluster, Rules(**rules))
     return [placement.prefill for placement in result.placements]
 
 
 def decodes(queue: list[Request], *engines: object, **rules: object) -> list[str]:
     """The DEs, in the order of the queue; the PE bounds nothing."""
-    cluster = Cluster(pes(0), engines)  # type: ignore[arg-type]
-    result = place(queue, cluster, Rules(**rules))  # type: ignore[arg-type]
+    cluster = Cluster(pes(0), engines)
+    result = place(queue, cluster, Rules(**rules))
     return [placement.decode for placement in result.placements]
 
 
@@ -156,7 +156,7 @@ def test_in_the_paper_the_head_of_a_group_holds_up_that_group_alone() -> None:
 @pytest.mark.parametrize(("when_blocked", "passed"), [("spill", []), ("pass", ["r1", "r2"])])
 def test_whether_others_pass_one_that_fits_nowhere(when_blocked: str, passed: list[str]) -> None:
     engines = (de("a0", free=50, group="a"), de("b0", free=50, group="b"))
-    rules = Rules(when_blocked=when_blocked)  # type: ignore[arg-type]
+    rules = Rules(when_blocked=when_blocked)
     result = place(requests(100, 10, 10), Cluster(pes(0), engines), rules)
     assert [p.request for p in result.placements] == passed
     assert [r.id for r in result.waiting] == [f"r{i}" for i in range(3) if f"r{i}" not in passed]
