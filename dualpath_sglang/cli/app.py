@@ -14,6 +14,7 @@ from dualpath_sglang.cli.qos import qos
 from dualpath_sglang.cli.quota import quota
 from dualpath_sglang.cli.settings import config
 from dualpath_sglang.cli.show import inspect, status
+from dualpath_sglang.cli.sizing import sizing
 
 app = typer.Typer(
     name="dualpath",
@@ -25,7 +26,7 @@ app = typer.Typer(
     epilog="Exit status: 0 all is well, 1 damage was found and is still there, 2 it could not be "
     "done.",
 )
-for command in (status, verify, scan, clear, quota, adopt, inspect, config, node, qos):
+for command in (status, verify, scan, clear, quota, adopt, inspect, config, node, qos, sizing):
     app.command()(command)
 
 
