@@ -39,6 +39,7 @@ from dualpath_sglang.metrics import Metrics
 from dualpath_sglang.node.report import Node
 from dualpath_sglang.offloads import STAGING_BYTES, OffloadPart, Offloads
 from dualpath_sglang.pool import Pool
+from dualpath_sglang.request_hints import RequestHints
 from dualpath_sglang.request_ledger import RequestLedger
 from dualpath_sglang.scrubber import Scrubber
 from dualpath_sglang.second_path import ServedStore
@@ -182,6 +183,8 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         self.unanswered = False
         """Whether the last lookup has no answer yet, so that its request should wait."""
         self.decoding = False
+        self.hints = RequestHints()
+        """What `linker_hooks` sees of a request beside its id."""
         self.parent_key: str | None = None
         """The page before the first of the next offload, if known; set by `linker_hooks`."""
         self._metrics.follow(self._publish)
@@ -260,7 +263,7 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
                     pool.gates,
                 )
             )
-        return LoadRequest(rid, loads, self._pages_free())
+        return LoadRequest(rid, loads, self._pages_free(), self.hints.of(rid))
 
     def _pages_free(self) -> Any:
         """An event after which the forwards that were launched up to now are over."""
@@ -348,6 +351,7 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
     def forget(self, rid: str) -> None:
         """A request ended without a load."""
         self._lookups.forget(rid)
+        self.hints.forget(rid)
 
     # -- storing ----------------------------------------------------------------------------
 
@@ -415,6 +419,7 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         self._offloads.abandon()
         self._lookups.clear()
         self._ledger.clear()
+        self.hints.clear()
 
     @never_raises(lambda *_, **__: None)
     def close(self) -> None:
@@ -433,7 +438,13 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         self._metrics.cache(self._cache.stats())
         streamed = self._streamer.stats()
         self._metrics.stream(streamed)
-        self._metrics.paths(streamed.read_bytes, streamed.remote_bytes, streamed.hedges)
+        self._metrics.paths(
+            streamed.read_bytes,
+            streamed.remote_bytes,
+            streamed.own_agent_bytes,
+            streamed.hedges,
+        )
+        self._metrics.hinted(streamed.hinted)
         others = self._served.others
         if others is not None:
             self._metrics.nodes(others.usable, others.counts)
