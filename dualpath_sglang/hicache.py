@@ -45,6 +45,7 @@ from dualpath_sglang.pool import Pool
 from dualpath_sglang.request_hints import RequestHints
 from dualpath_sglang.second_path import ServedStore
 from dualpath_sglang.served_model import served_model
+from dualpath_sglang.served_role import served_role
 from dualpath_sglang.shards import Rank
 from dualpath_storage import StoreError, key_bytes
 
@@ -83,7 +84,12 @@ class DualPathStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untype
         """What `hint_hooks` sees of requests: SGLang's calls do not say whose they are."""
         self._asking = threading.local()
         # Last: whatever failed before has left nothing behind.
-        node = Node("hicache", int(storage_config.tp_rank), host=config.machine_name)
+        node = Node(
+            "hicache",
+            int(storage_config.tp_rank),
+            host=config.machine_name,
+            facts=served_role(config),
+        )
         self._served = ServedStore(config, node)
         self._cache = self._served.cache
         others = self._served.others

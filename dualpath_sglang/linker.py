@@ -45,6 +45,7 @@ from dualpath_sglang.scrubber import Scrubber
 from dualpath_sglang.second_path import ServedStore
 from dualpath_sglang.served_model import served_model
 from dualpath_sglang.served_rank import this_rank
+from dualpath_sglang.served_role import served_role
 from dualpath_sglang.streaming.load import Load, LoadRequest, LoadResult, Outcome, PoolLoad
 from dualpath_sglang.streaming.streamer import LayerStreamer
 from dualpath_sglang.streaming.tensors import DeviceCopier, TensorLanding, pinned_memory
@@ -110,7 +111,7 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         self._noted: set[str] = set()
         self._suspended = False
         self._metrics = Metrics("streaming", rank.tp[0], enabled=bool(params.enable_metrics))
-        node = Node("streaming", rank.tp[0], host=config.machine_name)
+        node = Node("streaming", rank.tp[0], host=config.machine_name, facts=served_role(config))
         self._served = ServedStore(config, node)
         self._cache = self._served.cache
         try:
