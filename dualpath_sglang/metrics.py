@@ -24,6 +24,7 @@ hicache) and ``rank`` (of tensor parallelism).
 | dualpath_recomputes_total | counter | reason | requests computed anew after a failed load |
 | dualpath_path_bytes_total | counter | path | bytes of hits, by who read them: pe (this), de |
 | dualpath_hedges_total | counter | | nodes that were late and replaced |
+| dualpath_hinted_reads_total | counter | kind | reads with a router's hint: honoured, replaced |
 | dualpath_nodes | gauge | | other nodes that can be asked now |
 | dualpath_node_events_total | counter | event | fetches from nodes by their end, and faults |
 | dualpath_read_queue_bytes | gauge | | accepted and not yet read |
@@ -66,6 +67,7 @@ _COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "loads": ("Loads of requests by how they ended", ("outcome",)),
     "path_bytes": ("Bytes of hits by who read them: this node (pe) or another (de)", ("path",)),
     "hedges": ("Nodes that were late and replaced", ()),
+    "hinted_reads": ("Reads with a hint: honoured, or somebody else was asked too", ("kind",)),
     "node_events": ("Fetches from other nodes by their end, and what went wrong", ("event",)),
     "recomputes": ("Requests computed anew after a failed load", ("reason",)),
 }
@@ -192,15 +194,26 @@ class Metrics:
         self.gauge("staging_used_bytes", stats.staging_used_bytes)
         self.gauge("staging_peak_bytes", stats.staging_peak_bytes)
 
-    def paths(self, local_bytes: int, remote_bytes: int, hedges: int) -> None:
-        """What came over which path, in total."""
-        self._totals("path_bytes", "path", {"pe": local_bytes, "de": remote_bytes})
+    def paths(self, local_bytes: int, agents_bytes: int, own_bytes: int, hedges: int) -> None:
+        """What came over which path, in total.
+
+        Args:
+            local_bytes: read by this process.
+            agents_bytes: brought by agents.
+            own_bytes: those of them that this machine's own agent brought.
+        """
+        paths = {"pe": local_bytes + own_bytes, "de": agents_bytes - own_bytes}
+        self._totals("path_bytes", "path", paths)
         self._total("hedges", hedges)
 
     def nodes(self, usable: int, events: Mapping[str, int]) -> None:
         """How many can be asked now, and what happened with them in total."""
         self.gauge("nodes", usable)
         self._totals("node_events", "event", events)
+
+    def hinted(self, kinds: Mapping[str, int]) -> None:
+        """Reads with a hint by what became of it, in total."""
+        self._totals("hinted_reads", "kind", kinds)
 
     def lookups(self, sources: Mapping[str, int]) -> None:
         """Answers by source, in total."""

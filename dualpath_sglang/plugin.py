@@ -49,9 +49,10 @@ def register() -> None:
     # Hooks import what they hook, so they wait for a process that needs it. The detokenizer and
     # the launcher, which load plugins as well, do not.
     if any(module in sys.modules for module in _SCHEDULER_MODULES):
-        from dualpath_sglang import controller_hooks, linker_hooks
+        from dualpath_sglang import controller_hooks, hint_hooks, linker_hooks
 
         controller_hooks.register()
+        hint_hooks.register()
         linker_hooks.register()
 
 
