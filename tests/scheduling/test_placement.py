@@ -112,6 +112,8 @@ def test_z_counts_what_fits_the_groups_memory_and_no_more() -> None:
     engines = de("d0", 60, free=20, requests=0), de("d1", 50, free=20, requests=9)
     queue = requests(10, 1000)
     assert decodes(queue, *engines) == ["d1"]
+    # It ends there: with the 30 that would fit in what is left, Z would be 78.75 and d0 below it.
+    assert decodes(requests(10, 1000, 30), *engines) == ["d1"]
     # Had r1 counted, Z would be 588 and d0, with fewer requests, below it.
     roomy = [replace(engine, free_tokens=2000) for engine in engines]
     assert decodes(queue, *roomy) == ["d0", "d1"]
