@@ -164,6 +164,17 @@ def test_whether_others_pass_one_that_fits_nowhere(when_blocked: str, passed: li
     assert [r.id for r in result.waiting] == [f"r{i}" for i in range(3) if f"r{i}" not in passed]
 
 
+@pytest.mark.parametrize(("when_blocked", "passed"), [("spill", 0), ("group", 0), ("pass", 1)])
+def test_who_waits_behind_one_that_may_not_have_the_only_free_pe(
+    when_blocked: str, passed: int
+) -> None:
+    queue = [Request("r0", 1, excluded=frozenset({"p0"})), Request("r1", 1)]
+    rules = Rules(beta=50, when_blocked=when_blocked)
+    result = place(queue, Cluster(pes(0, 100), ONE_DE), rules)
+    assert placed(result) == [("r1", "p0", "d0")] * passed
+    assert [r.id for r in result.waiting] == ["r0", "r1"][: 2 - passed]
+
+
 # Requests that no engine, or not every engine, may have.
 
 
