@@ -59,6 +59,13 @@ def test_a_pe_over_beta_gets_nothing_even_where_the_others_read_much() -> None:
     assert prefills(requests(1, 1), cluster, alpha=100, beta=50) == ["p1"], "then it is over too"
 
 
+def test_beta_holds_for_the_second_choice_too() -> None:
+    cluster = Cluster(pes(0, 50), ONE_DE, {"n1": 900})
+    elsewhere = [Request(f"r{i}", 1, excluded=frozenset({"p0"})) for i in range(2)]
+    assert prefills(elsewhere, cluster, alpha=100, beta=50) == ["p1"]
+    assert prefills(elsewhere, cluster, alpha=100, beta=51) == ["p1", "p1"]
+
+
 def test_a_prompt_longer_than_beta_is_placed() -> None:
     result = place(requests(1000, 1), Cluster(pes(0), ONE_DE), Rules(beta=10))
     assert placed(result) == [("r0", "p0", "d0")]
@@ -145,6 +152,11 @@ def test_what_waits_behind_a_request_for_which_its_group_has_no_memory() -> None
     paper = place(queue, cluster, Rules(when_blocked="group"))
     assert placed(paper) == [("r1", "p0", "b0"), ("r2", "p0", "b0")]
     assert [r.id for r in paper.waiting] == ["r0"]
+
+
+def test_a_request_spills_to_the_group_with_the_fewest_tokens() -> None:
+    full = de("a0", 0, free=0, group="a")
+    assert decodes(requests(9), full, de("b0", 50, group="b"), de("c0", 10, group="c")) == ["c0"]
 
 
 def test_in_the_paper_the_head_of_a_group_holds_up_that_group_alone() -> None:
