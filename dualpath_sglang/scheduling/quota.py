@@ -174,7 +174,7 @@ def rides_along(model: AttentionModel, rules: Rules, work: Work, tokens: int | N
 
 
 def passed_over(model: AttentionModel, rules: Rules, work: Work, tokens: int | None) -> bool:
-    """Whether a request that has to be cut lets those behind it go first, while another is in parts.
+    """Whether a request that had to be cut lets those behind it go first; another is in parts.
 
     Only one request is in parts at a time. This one would be of no use to the share in later
     batches either, so short ones take it; its own turn comes when the one in parts is through.
