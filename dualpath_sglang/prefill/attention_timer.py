@@ -2,7 +2,8 @@
 
 Hooks of torch's on SGLang's ``RadixAttention`` modules. On CUDA the time is between two events
 around each layer, read when they have happened, so nothing waits for the device. Layers that run
-inside a captured graph call no hooks: such forwards have no time.
+inside a captured graph call no hooks: such forwards have no time. On a CPU with one thread it is
+the time that this thread has run, so that what else the machine does counts as little as possible.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class AttentionTimer:
         from sglang.srt.layers.radix_attention import RadixAttention
 
         self._cuda = cuda
+        self._clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         self._on = False
         self._seconds = 0.0
         self._began = 0.0
@@ -72,7 +74,7 @@ class AttentionTimer:
         if not self._on:
             return
         if not self._cuda:
-            self._began = time.perf_counter()
+            self._began = self._clock()
         elif not torch.cuda.is_current_stream_capturing():
             begin = torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -82,6 +84,6 @@ class AttentionTimer:
         if not self._on:
             return
         if not self._cuda:
-            self._seconds += time.perf_counter() - self._began
+            self._seconds += self._clock() - self._began
         elif self._events and not torch.cuda.is_current_stream_capturing():
             self._events[-1][1].record()

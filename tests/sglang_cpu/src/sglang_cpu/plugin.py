@@ -52,8 +52,6 @@ def register() -> None:
     _mla_attention()
     _sliding_window(HookRegistry, HookType)
     _disaggregation(HookRegistry, HookType)
-    if os.environ.get("SGLANG_CPU_SLIM_EXTEND") == "1":
-        _slim_extend(HookRegistry, HookType)
     if os.environ.get("SGLANG_CPU_JUNK_FREED") == "1":
         _junk_freed(HookRegistry, HookType)
     if hooks := os.environ.get("SGLANG_CPU_TEST_HOOKS"):
@@ -139,14 +137,6 @@ def _disaggregation(registry: Any, hook: Any) -> None:
     registry.register(
         "sglang.srt.disaggregation.utils.get_kv_class", without_host_tensors, hook.AFTER
     )
-
-
-def _slim_extend(registry: Any, hook: Any) -> None:
-    """For measurements of prefill: attention whose time is that of its work."""
-    from sglang_cpu.slim_extend import run_extend
-
-    native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
-    registry.register(f"{native}._run_sdpa_forward_extend", run_extend, hook.AROUND)
 
 
 def _junk_freed(registry: Any, hook: Any) -> None:

@@ -2,7 +2,7 @@
 
 SGLang's own pads the queries of a request to its whole context and computes all of it, so 64 new
 tokens behind 8192 cached ones take as long as 8256. The kernels of every GPU backend take time for
-``new * context`` instead; so does this, where the environment says ``SGLANG_CPU_SLIM_EXTEND=1``.
+``new * context`` instead; so does this: ``Server(..., env=slim_extend.ENVIRONMENT)``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+ENVIRONMENT = {"SGLANG_CPU_TEST_HOOKS": "tests.support.slim_extend:install"}
+"""What loads it into every process of a server."""
+
+
+def install() -> None:
+    """Hook it into SGLang 0.5.23."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+    HookRegistry.register(f"{native}._run_sdpa_forward_extend", run_extend, HookType.AROUND)
 
 
 def attend(
