@@ -35,11 +35,13 @@ def install(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
     """Give a new scheduler its quota, if it shall have one.
 
     Raises:
-        ConfigError: it shall, and cannot.
+        ConfigError: it shall, and cannot; SGLang ends the launch with it.
     """
     settings = settings_of(scheduler.server_args)
     if settings is None or (settings.prefill_quota_s is None and settings.prefill_trace is None):
         return
+    if settings.prefill_quota_s is not None:
+        require_chunks(scheduler.chunked_prefill_size is not None)
     from dualpath_sglang.prefill.served_key import served_key
     from dualpath_sglang.prefill.serving import PrefillQuota
 
@@ -65,6 +67,22 @@ def settings_of(server_args: Any) -> DualPathConfig | None:
             raise
         logger.warning("A server that does not ask for DualPath has no use for: %s", error)
         return None
+
+
+def require_chunks(on: bool | None) -> None:
+    """A quota needs chunked prefill.
+
+    Args:
+        on: None where SGLang has not chosen yet; it then turns chunked prefill on.
+
+    Raises:
+        ConfigError: it is off.
+    """
+    if on is False:
+        raise ConfigError(
+            "DualPath's prefill_quota_s cuts prompts by chunked prefill, which is off on this "
+            "server: leave out --chunked-prefill-size, or give it a number above 0."
+        )
 
 
 def _extra(server_args: Any) -> dict[str, Any] | None:

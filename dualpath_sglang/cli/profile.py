@@ -23,7 +23,7 @@ from dualpath_sglang.cli.shared import (
     print_table,
     say,
 )
-from dualpath_sglang.prefill import fit, sweep
+from dualpath_sglang.prefill import sweep
 from dualpath_sglang.prefill.engine import EngineError, engine
 from dualpath_sglang.prefill.fit import FitError, Point
 from dualpath_sglang.prefill.profile import Profile, default_path
@@ -100,11 +100,11 @@ def profile(
                 say=_progress,
                 timeout_s=600.0,
             )
-        made, shown = _fitted(header, points)
+        made, checked = sweep.fitted(header, points)
     except (EngineError, SweepError, FitError) as error:
         fail(str(error))
     if not as_json:
-        _print(made, shown)
+        _print(made, checked)
     if made.error > most_error:
         fail(
             f"The prediction is off by {made.error:.0%} in the median, more than {most_error:.0%}, "
@@ -141,43 +141,14 @@ def _progress(done: int, total: int) -> None:
         say(f"{done} of {total} requests")
 
 
-def _fitted(header: Header, measured: list[Point]) -> tuple[Profile, list[tuple[Point, float]]]:
-    """The profile, and some of the checked points with what was predicted.
-
-    Raises:
-        FitError: the measurements do not make one.
-    """
-    if not measured:
-        raise FitError(
-            "No attention was measured. Where prefill runs in captured graphs, measure without "
-            "them: add SGLang's flag that turns graphs of the prefill off"
-        )
-    points = fit.medians(measured)
-    rest, check = fit.held_out(points)
-    tried = fit.fit(rest)
-    wrong = fit.errors(tried, check)
-    model = fit.fit(points)
-    made = Profile(
-        key=header.key,
-        model=model,
-        points=len(points),
-        held_out=len(check),
-        error=wrong.median,
-        error_p90=wrong.p90,
-        most_tokens=max(sweep.contexts(points)),
-    )
-    step = max(1, len(check) // _SHOWN)
-    return made, [(point, tried.predict(point.batch)) for point in check[::step]]
-
-
-def _print(made: Profile, shown: list[tuple[Point, float]]) -> None:
+def _print(made: Profile, checked: list[tuple[Point, float]]) -> None:
     key = made.key
     print_line(f"{key.model} on {key.device}, {key.attention_backend}, tp {key.tp}, {key.dtype}")
     table = new_table(
         *("requests", "cached", "new", "measured ms", "predicted ms", "error"),
         numbers=("requests", "cached", "new", "measured ms", "predicted ms", "error"),
     )
-    for point, predicted in shown:
+    for point, predicted in checked[:: max(1, len(checked) // _SHOWN)]:
         table.add_row(
             str(len(point.batch)),
             str(sum(work.cached for work in point.batch)),

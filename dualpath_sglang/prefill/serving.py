@@ -29,7 +29,7 @@ class PrefillQuota:
         scheduler: ready to run.
 
     Raises:
-        ConfigError: there is no profile for this server, or its prefill is not chunked.
+        ConfigError: there is no profile for this server, or no trace can be written.
     """
 
     def __init__(self, scheduler: Any, settings: DualPathConfig, key: ProfileKey) -> None:
@@ -38,11 +38,6 @@ class PrefillQuota:
         self._metrics = Metrics("prefill", _ranks()[0], enabled=_has_metrics(scheduler))
         self._model: AttentionModel | None = None
         if settings.prefill_quota_s is not None:
-            if scheduler.chunked_prefill_size is None:
-                raise ConfigError(
-                    "DualPath's prefill_quota_s cuts prompts by chunked prefill, which is off on "
-                    "this server: leave out --chunked-prefill-size, or make it a number above 0."
-                )
             profile = _same_on_all_ranks(scheduler, settings, key)
             self._model = profile.model
             rules = Rules(

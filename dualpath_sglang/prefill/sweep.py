@@ -11,11 +11,13 @@ import random
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dualpath_sglang.prefill.fit import Point
+from dualpath_sglang.prefill import fit
+from dualpath_sglang.prefill.fit import FitError, Point
+from dualpath_sglang.prefill.profile import Profile
 from dualpath_sglang.prefill.trace import Batch, Header, read_batches
 
 _TOKENS = (10, 250)
@@ -139,8 +141,30 @@ def _send(url: str, ask: Ask, timeout_s: float) -> None:
         raise SweepError(f"The server at {url} does not answer: {error}") from error
 
 
-def contexts(points: Sequence[Point]) -> Iterator[int]:
-    """Context of each request that was measured, in tokens."""
-    for point in points:
-        for work in point.batch:
-            yield work.cached + work.new
+def fitted(header: Header, measured: Sequence[Point]) -> tuple[Profile, list[tuple[Point, float]]]:
+    """The profile that measurements make, and the points it was checked on, as predicted.
+
+    The check is of a prediction that has not seen those points; the profile's own has seen all.
+
+    Raises:
+        FitError: they do not make one.
+    """
+    if not measured:
+        raise FitError(
+            "No attention was measured. Where prefill runs in captured graphs, measure without "
+            "them: add SGLang's flag that turns graphs of the prefill off"
+        )
+    points = fit.medians(measured)
+    rest, check = fit.held_out(points)
+    tried = fit.fit(rest)
+    wrong = fit.errors(tried, check)
+    made = Profile(
+        key=header.key,
+        model=fit.fit(points),
+        points=len(points),
+        held_out=len(check),
+        error=wrong.median,
+        error_p90=wrong.p90,
+        most_tokens=max(work.cached + work.new for point in points for work in point.batch),
+    )
+    return made, [(point, tried.predict(point.batch)) for point in check]
