@@ -17,9 +17,8 @@ GPU backend does; ``tests/support/slim_extend.py`` stands in for it, unless ``--
 |---|---|
 | ``short_p50_s``, ``short_p99_s`` | time to the first token of short prompts, over all rounds |
 | ``long_s`` | the same of long ones, mean |
-| ``tokens_s`` | prompt tokens a second from the first request to the last answer, median of rounds |
-| ``cpu_tokens_s`` | prompt tokens a second of the server's CPU time: what others on the machine do \
-hardly counts |
+| ``tokens_s`` | prompt tokens a second, first request to last answer, median of rounds |
+| ``cpu_tokens_s`` | prompt tokens a second of the server's CPU time, which others hardly change |
 | ``error`` | median relative error of the predicted attention time over all batches |
 | ``worst_s`` | largest predicted attention time of a batch |
 | ``over_s`` | how far that lies over the quota |
@@ -206,13 +205,13 @@ class Bench:
         cpu = _cpu_s(server)
         began = time.monotonic()
         results: list[tuple[Request, float]] = []
-        failures: list[BaseException] = []
+        failures: list[Exception] = []
 
         def ask(request: Request) -> None:
             try:
                 time.sleep(max(0.0, began + request.at_s - time.monotonic()))
                 results.append((request, _first_token_s(server, request.prompt)))
-            except BaseException as error:
+            except Exception as error:  # noqa: BLE001 -- told below
                 failures.append(error)
 
         threads = [threading.Thread(target=ask, args=(r,), daemon=True) for r in requests]
