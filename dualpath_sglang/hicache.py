@@ -11,10 +11,11 @@ Mamba state, draft) are stored under the page's own key and evicted with it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,8 +42,10 @@ from dualpath_sglang.metrics import Metrics
 from dualpath_sglang.node.report import Node
 from dualpath_sglang.paths.host_reader import HostReader
 from dualpath_sglang.pool import Pool
+from dualpath_sglang.request_hints import RequestHints
 from dualpath_sglang.second_path import ServedStore
 from dualpath_sglang.served_model import served_model
+from dualpath_sglang.served_role import served_role
 from dualpath_sglang.shards import Rank
 from dualpath_storage import StoreError, key_bytes
 
@@ -77,8 +80,16 @@ class DualPathStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untype
         self._refused: dict[str, str] = {}
         self._noted: set[str] = set()
         self._suspended = False
+        self.hints = RequestHints()
+        """What `hint_hooks` sees of requests: SGLang's calls do not say whose they are."""
+        self._asking = threading.local()
         # Last: whatever failed before has left nothing behind.
-        node = Node("hicache", int(storage_config.tp_rank), host=config.machine_name)
+        node = Node(
+            "hicache",
+            int(storage_config.tp_rank),
+            host=config.machine_name,
+            facts=served_role(config),
+        )
         self._served = ServedStore(config, node)
         self._cache = self._served.cache
         others = self._served.others
@@ -102,8 +113,13 @@ class DualPathStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untype
         stats = self._cache.stats()
         self._metrics.cache(stats)
         reader, others = self._reader, self._served.others
-        remote_bytes, hedges = (0, 0) if reader is None else (reader.remote_bytes, reader.hedges)
-        self._metrics.paths(stats.read_bytes, remote_bytes, hedges)
+        if reader is None:
+            self._metrics.paths(stats.read_bytes, 0, 0, 0)
+        else:
+            self._metrics.paths(
+                stats.read_bytes, reader.remote_bytes, reader.own_agent_bytes, reader.hedges
+            )
+            self._metrics.hinted(dict(reader.hinted))
         if others is not None:
             self._metrics.nodes(others.usable, others.counts)
 
@@ -300,7 +316,9 @@ class DualPathStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untype
         self, pool: Pool, layout: HostLayout, keys: Sequence[bytes], pages: Sequence[int]
     ) -> list[bool]:
         begin = time.monotonic()
-        good = self._pages.read(pool, layout, keys, pages, self._config.read_timeout_s)
+        rid = getattr(self._asking, "rid", None)
+        hint = None if rid is None else self.hints.of(rid)
+        good = self._pages.read(pool, layout, keys, pages, self._config.read_timeout_s, hint)
         if self._samples is not None:
             self._samples.add("read", sum(good), pool.geometry.block_bytes, begin)
         return good
@@ -320,6 +338,15 @@ class DualPathStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untype
             stored = results.count(WriteResult.STORED)
             self._samples.add("written", stored, pool.geometry.block_bytes, begin)
         return [result is not WriteResult.FAILED for result in results]
+
+    @contextlib.contextmanager
+    def reading_for(self, rid: str) -> Iterator[None]:
+        """What this thread reads meanwhile is read for a request."""
+        self._asking.rid = rid
+        try:
+            yield
+        finally:
+            self._asking.rid = None
 
     # -- flat pages (without the zero-copy interface) ---------------------------------------
 

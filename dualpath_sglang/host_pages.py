@@ -16,6 +16,7 @@ from dualpath_sglang.host_layout import HostLayout
 from dualpath_sglang.identity import Identity
 from dualpath_sglang.kvcache import KVCache, WriteResult
 from dualpath_sglang.pool import Pool
+from dualpath_sglang.read_hint import ReadHint
 from dualpath_sglang.shards import Rank
 from dualpath_storage import Geometry, Pieces, key_bytes
 
@@ -70,7 +71,13 @@ class BlockReader(Protocol):
     """Reads whole blocks, as :meth:`KVCache.read` does."""
 
     def read(
-        self, pool: Pool, keys: Sequence[bytes], pieces: Sequence[Pieces], *, timeout_s: float
+        self,
+        pool: Pool,
+        keys: Sequence[bytes],
+        pieces: Sequence[Pieces],
+        *,
+        timeout_s: float,
+        hint: ReadHint | None = None,
     ) -> list[bool]:
         """True for a block that is whole; the memory of any other is garbage."""
         ...
@@ -83,7 +90,7 @@ class HostPages:
         identity: of the model that fills the pools.
         rank: of this process.
         flat: SGLang exchanges whole pages as flat tensors.
-        reader: reads blocks in place of the cache.
+        reader: reads blocks in place of the cache, and can be told who is to read them.
     """
 
     def __init__(
@@ -97,7 +104,7 @@ class HostPages:
         reader: BlockReader | None = None,
     ) -> None:
         self._cache = cache
-        self._reader = reader or cache
+        self._reader = reader
         self._identity = identity
         self._rank = rank
         self._namespace = namespace
@@ -170,6 +177,7 @@ class HostPages:
         keys: Sequence[bytes],
         pages: Sequence[int],
         timeout_s: float,
+        hint: ReadHint | None = None,
     ) -> list[bool]:
         """Read blocks into pages; after a window with a miss, the rest is not tried."""
         deadline = time.monotonic() + timeout_s
@@ -180,7 +188,10 @@ class HostPages:
             if left <= 0 or not all(done):
                 break
             with layout.window(pages[i : i + len(part)], fill=False) as window:
-                good = self._reader.read(pool, part, window.pieces, timeout_s=left)
+                if self._reader is None:
+                    good = self._cache.read(pool, part, window.pieces, timeout_s=left)
+                else:
+                    good = self._reader.read(pool, part, window.pieces, timeout_s=left, hint=hint)
                 window.commit(good)
             done += good
         return done + [False] * (len(keys) - len(done))

@@ -473,7 +473,11 @@ class KVCache:
 
     def _figures(self) -> dict[str, int]:
         stats = self.stats()
+        geometries = [pool.geometry for pool in self._attached()]
         return {
+            # Of this rank: what a page of so many tokens takes, all pools together.
+            "page_tokens": max((of.page_tokens for of in geometries), default=0),
+            "block_bytes": sum(of.block_bytes for of in geometries),
             "capacity_bytes": stats.capacity_bytes,
             "used_bytes": stats.used_bytes,
             "pending_blocks": self._writer.pending,

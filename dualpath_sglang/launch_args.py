@@ -16,6 +16,7 @@ from typing import Any
 
 from dualpath_sglang.config import ConfigError, DualPathConfig
 from dualpath_sglang.plugin import BACKEND_NAME
+from dualpath_sglang.quota_hooks import require_chunks, settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +34,14 @@ def register() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
     register_resolution_hook("handle_hicache_ratio_default")(check_and_enable)
+    # The first that looks at the decode server's caches; the model's configuration is known.
+    register_resolution_hook("handle_pd_disaggregation")(restore_on_decode)
     # The last step before SGLang falls back to its own page size: model and attention backend
     # have said by then which size they need.
     register_resolution_hook("handle_mxfp8_kv_cache_compatibility")(default_page_size)
     register_resolution_hook("handle_hicache")(stream_by_default)
     register_resolution_hook("handle_hicache")(default_layout)
+    register_resolution_hook("handle_hicache")(keep_promises)
 
 
 def check_and_enable(server_args: Any, previous: Step) -> None:
@@ -50,7 +54,20 @@ def check_and_enable(server_args: Any, previous: Step) -> None:
     if cfg.hicache_storage_backend == BACKEND_NAME:
         check_settings(cfg.hicache_storage_backend_extra_config)
         _choose_mode(server_args, cfg)
+    check_quota(server_args, cfg)
     previous(server_args)
+
+
+def check_quota(server_args: Any, cfg: Any) -> None:
+    """Refuse a compute quota where nothing can be cut, long before the scheduler would.
+
+    Raises:
+        ConfigError: chunked prefill was turned off.
+    """
+    settings = settings_of(server_args)
+    chunk = cfg.chunked_prefill_size
+    if settings is not None and settings.prefill_quota_s is not None:
+        require_chunks(None if chunk is None else chunk > 0)
 
 
 def check_settings(extra_config: str | None) -> dict[str, Any]:
@@ -83,14 +100,7 @@ def _choose_mode(server_args: Any, cfg: Any) -> None:
             f"--hicache-storage-backend {BACKEND_NAME}."
         )
     if cfg.disaggregation_mode == "decode":
-        if not cfg.disaggregation_decode_enable_offload_kvcache:
-            logger.warning(
-                "DualPath is idle on this decode server: add "
-                "--disaggregation-decode-enable-offload-kvcache to store what it decodes, or "
-                "--disaggregation-decode-enable-radix-cache --enable-hierarchical-cache to "
-                "restore prefixes here"
-            )
-        return
+        return  # see restore_on_decode
     if (why := _cannot_stream(cfg)) is not None:
         _declare(server_args, enable_hierarchical_cache=True)
         logger.info("DualPath turns on --enable-hierarchical-cache: it cannot stream with %s", why)
@@ -113,6 +123,103 @@ def _cannot_stream(cfg: Any) -> str | None:
         if stands_against(getattr(cfg, name, None)):
             return words
     return None
+
+
+def restore_on_decode(server_args: Any, previous: Step) -> None:
+    """A decode server computes no prefixes to stream into: it restores them in HiCache mode.
+
+    SGLang has it do so only with its radix cache on. What prefill then sends is the rest.
+    """
+    cfg = _view(server_args)
+    if (
+        cfg.hicache_storage_backend == BACKEND_NAME
+        and cfg.disaggregation_mode == "decode"
+        and not cfg.enable_hierarchical_cache
+        and not cfg.disaggregation_decode_enable_offload_kvcache  # to store, and no more
+    ):
+        _turn_restoring_on(server_args, cfg)
+    previous(server_args)
+
+
+def _turn_restoring_on(server_args: Any, cfg: Any) -> None:
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    why = _cannot_restore(cfg)
+    if why is None and model_config_of(server_args).is_hybrid_swa:
+        why = "sliding-window layers"
+    if why is not None:
+        logger.warning(
+            "DualPath is idle on this decode server, which cannot restore prefixes with %s: all "
+            "of its KV comes from prefill. Add --disaggregation-decode-enable-offload-kvcache to "
+            "store what it decodes.",
+            why,
+        )
+        return
+    _declare(
+        server_args,
+        enable_hierarchical_cache=True,
+        disaggregation_decode_enable_radix_cache=True,
+    )
+    logger.info(
+        "DualPath restores prefixes on this decode server: it turns on "
+        "--enable-hierarchical-cache and --disaggregation-decode-enable-radix-cache"
+    )
+
+
+_NO_RESTORE = (
+    ("enable_hisparse", bool, "--enable-hisparse"),
+    ("disaggregation_transfer_backend", lambda s: s == "fake", "the transfer backend fake"),
+    (
+        "disaggregation_decode_allocation_policy",
+        lambda s: s == "prefill_complete",
+        "--disaggregation-decode-allocation-policy prefill_complete",
+    ),
+    (
+        "disaggregation_decode_retraction_backup",
+        lambda s: s == "host_pool",
+        "--disaggregation-decode-retraction-backup host_pool",
+    ),
+    (
+        "disaggregation_decode_host_receive_threshold",
+        lambda share: share is not None and share < 1,
+        "--disaggregation-decode-host-receive-threshold below 1",
+    ),
+    (
+        "speculative_algorithm",
+        lambda name: name not in (None, "EAGLE", "EAGLE3", "NEXTN", "DSPARK"),
+        "this --speculative-algorithm",
+    ),
+)
+"""What a decode server's radix cache, or its hierarchical cache, does not go together with."""
+
+
+def _cannot_restore(cfg: Any) -> str | None:
+    for name, stands_against, words in _NO_RESTORE:
+        if stands_against(getattr(cfg, name, None)):
+            return words
+    return None
+
+
+def keep_promises(server_args: Any, previous: Step) -> None:
+    """On a decode server, wait for what is read.
+
+    Prefill has been told by then not to send it, so that a read that ends early fails the request.
+    How long one may take is `read_timeout_s`.
+    """
+    cfg = _view(server_args)
+    if (
+        cfg.hicache_storage_backend == BACKEND_NAME
+        and cfg.disaggregation_mode == "decode"
+        and cfg.disaggregation_decode_enable_radix_cache
+        and cfg.hicache_storage_prefetch_policy == "timeout"
+        and not _typed(server_args, r"hicache[-_]storage[-_]p")
+    ):
+        _declare(server_args, hicache_storage_prefetch_policy="wait_complete")
+        logger.info(
+            "DualPath defaults to --hicache-storage-prefetch-policy wait_complete on a decode "
+            "server"
+        )
+    previous(server_args)
 
 
 def stream_by_default(server_args: Any, previous: Step) -> None:
@@ -185,12 +292,17 @@ def _may_choose_layout(server_args: Any, cfg: Any) -> bool:
         ("page_first", "direct"),
     ):
         return False
-    asked = getattr(server_args, "launch_command", None) or ""
-    if re.search(r"hicache[-_]m", asked):  # argparse takes any unique beginning of a flag
+    if _typed(server_args, r"hicache[-_]m"):
         return False
-    if cfg.hicache_io_backend == "kernel" and re.search(r"hicache[-_]i", asked):
+    if cfg.hicache_io_backend == "kernel" and _typed(server_args, r"hicache[-_]i"):
         return False
     return cfg.device != "npu" and cfg.kv_cache_dtype != "mxfp8" and not cfg.enable_hisparse
+
+
+def _typed(server_args: Any, beginning: str) -> bool:
+    """Whether the user gave a flag: argparse takes any unique beginning of one."""
+    asked = getattr(server_args, "launch_command", None) or ""
+    return re.search(beginning, asked) is not None
 
 
 def _view(server_args: Any) -> Any:

@@ -39,11 +39,13 @@ from dualpath_sglang.metrics import Metrics
 from dualpath_sglang.node.report import Node
 from dualpath_sglang.offloads import STAGING_BYTES, OffloadPart, Offloads
 from dualpath_sglang.pool import Pool
+from dualpath_sglang.request_hints import RequestHints
 from dualpath_sglang.request_ledger import RequestLedger
 from dualpath_sglang.scrubber import Scrubber
 from dualpath_sglang.second_path import ServedStore
 from dualpath_sglang.served_model import served_model
 from dualpath_sglang.served_rank import this_rank
+from dualpath_sglang.served_role import served_role
 from dualpath_sglang.streaming.load import Load, LoadRequest, LoadResult, Outcome, PoolLoad
 from dualpath_sglang.streaming.streamer import LayerStreamer
 from dualpath_sglang.streaming.tensors import DeviceCopier, TensorLanding, pinned_memory
@@ -109,7 +111,7 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         self._noted: set[str] = set()
         self._suspended = False
         self._metrics = Metrics("streaming", rank.tp[0], enabled=bool(params.enable_metrics))
-        node = Node("streaming", rank.tp[0], host=config.machine_name)
+        node = Node("streaming", rank.tp[0], host=config.machine_name, facts=served_role(config))
         self._served = ServedStore(config, node)
         self._cache = self._served.cache
         try:
@@ -182,6 +184,8 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         self.unanswered = False
         """Whether the last lookup has no answer yet, so that its request should wait."""
         self.decoding = False
+        self.hints = RequestHints()
+        """What `linker_hooks` sees of a request beside its id."""
         self.parent_key: str | None = None
         """The page before the first of the next offload, if known; set by `linker_hooks`."""
         self._metrics.follow(self._publish)
@@ -260,7 +264,7 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
                     pool.gates,
                 )
             )
-        return LoadRequest(rid, loads, self._pages_free())
+        return LoadRequest(rid, loads, self._pages_free(), self.hints.of(rid))
 
     def _pages_free(self) -> Any:
         """An event after which the forwards that were launched up to now are over."""
@@ -348,6 +352,7 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
     def forget(self, rid: str) -> None:
         """A request ended without a load."""
         self._lookups.forget(rid)
+        self.hints.forget(rid)
 
     # -- storing ----------------------------------------------------------------------------
 
@@ -415,6 +420,7 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         self._offloads.abandon()
         self._lookups.clear()
         self._ledger.clear()
+        self.hints.clear()
 
     @never_raises(lambda *_, **__: None)
     def close(self) -> None:
@@ -433,7 +439,13 @@ class DualPathLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is unt
         self._metrics.cache(self._cache.stats())
         streamed = self._streamer.stats()
         self._metrics.stream(streamed)
-        self._metrics.paths(streamed.read_bytes, streamed.remote_bytes, streamed.hedges)
+        self._metrics.paths(
+            streamed.read_bytes,
+            streamed.remote_bytes,
+            streamed.own_agent_bytes,
+            streamed.hedges,
+        )
+        self._metrics.hinted(streamed.hinted)
         others = self._served.others
         if others is not None:
             self._metrics.nodes(others.usable, others.counts)

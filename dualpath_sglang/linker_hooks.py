@@ -15,7 +15,7 @@
 
 ``UnifiedCacheLinkerWrapper.match``, around
     Requests that cannot be taken back get no hits: streaming sessions, beams, diffusion models.
-    Hits are reported as those of storage.
+    Hits are reported as those of storage. What the router says of a request is noted.
 
 ``UnifiedCacheLinkerWrapper._tail_hashes``, around
     A queued request is matched at every scheduling pass; its keys are hashed once.
@@ -49,6 +49,7 @@ _RECOVERY = "_dualpath_recovery"
 _REQUEST = "_dualpath_matched"
 _KEYS = "_dualpath_tail_keys"
 _WAITS = "_dualpath_waits"
+_NOTED = "_dualpath_hint_noted"
 
 
 def _hooks() -> list[tuple[str, Callable[..., Any], str]]:
@@ -182,13 +183,16 @@ def stream(
 
 def match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, result: Any) -> Any:
     """No hits for requests that could not be taken back."""
-    if _linker(wrapper) is None:
+    if (linker := _linker(wrapper)) is None:
         return original(wrapper, key, req, result)
     session = getattr(req, "session", None)
     if (session is not None and session.streaming) or req.beam_group is not None or req.is_dllm():
         return result
     setattr(wrapper, _REQUEST, req)
     setattr(req, _WAITS, False)
+    if not getattr(req, _NOTED, False):  # it is matched at every scheduling pass
+        linker.hints.note(req.rid, getattr(req, "kv_hints", None))
+        setattr(req, _NOTED, True)
     req.host_hit_is_storage = True  # or SGLang would report hits as those of host memory
     try:
         return original(wrapper, key, req, result)

@@ -2,7 +2,7 @@
 
 SGLang's processes share their samples through files (Prometheus's multiprocess mode), so a metric
 that a scheduler makes appears on the server's endpoint. All carry the labels ``mode`` (streaming,
-hicache) and ``rank`` (of tensor parallelism).
+hicache, prefill) and ``rank`` (of tensor parallelism).
 
 | name | | labels | what |
 |---|---|---|---|
@@ -22,8 +22,13 @@ hicache) and ``rank`` (of tensor parallelism).
 | dualpath_load_seconds | histogram | | from the start of a load to its end |
 | dualpath_layer_wait_seconds | histogram | | time a forward waited for a layer that was not there |
 | dualpath_recomputes_total | counter | reason | requests computed anew after a failed load |
+| dualpath_prefill_batches_total | counter | outcome | under a quota: cut, or whole |
+| dualpath_prefill_predicted_seconds | histogram | | attention of a prefill batch, predicted |
+| dualpath_prefill_attention_seconds | histogram | | and measured, with prefill_trace |
+| dualpath_prefill_failures_total | counter | | decisions that the quota left to SGLang |
 | dualpath_path_bytes_total | counter | path | bytes of hits, by who read them: pe (this), de |
 | dualpath_hedges_total | counter | | nodes that were late and replaced |
+| dualpath_hinted_reads_total | counter | kind | reads with a router's hint: honoured, replaced |
 | dualpath_nodes | gauge | | other nodes that can be asked now |
 | dualpath_node_events_total | counter | event | fetches from nodes by their end, and faults |
 | dualpath_read_queue_bytes | gauge | | accepted and not yet read |
@@ -66,11 +71,19 @@ _COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "loads": ("Loads of requests by how they ended", ("outcome",)),
     "path_bytes": ("Bytes of hits by who read them: this node (pe) or another (de)", ("path",)),
     "hedges": ("Nodes that were late and replaced", ()),
+    "hinted_reads": ("Reads with a hint: honoured, or somebody else was asked too", ("kind",)),
     "node_events": ("Fetches from other nodes by their end, and what went wrong", ("event",)),
+    "prefill_batches": (
+        "Prefill batches under a quota: a request is in parts, or none",
+        ("outcome",),
+    ),
+    "prefill_failures": ("Decisions that the compute quota left to SGLang", ()),
     "recomputes": ("Requests computed anew after a failed load", ("reason",)),
 }
 _HISTOGRAMS: Mapping[str, str] = {
     "lookup_seconds": "Time that a lookup kept the scheduler",
+    "prefill_predicted_seconds": "Attention time of a prefill batch under a quota, as predicted",
+    "prefill_attention_seconds": "Attention time of a prefill batch, as measured",
     "load_seconds": "Time from the start of a load to its end",
     "layer_wait_seconds": "Time that a forward waited for a layer that was not there yet",
 }
@@ -192,15 +205,26 @@ class Metrics:
         self.gauge("staging_used_bytes", stats.staging_used_bytes)
         self.gauge("staging_peak_bytes", stats.staging_peak_bytes)
 
-    def paths(self, local_bytes: int, remote_bytes: int, hedges: int) -> None:
-        """What came over which path, in total."""
-        self._totals("path_bytes", "path", {"pe": local_bytes, "de": remote_bytes})
+    def paths(self, local_bytes: int, agents_bytes: int, own_bytes: int, hedges: int) -> None:
+        """What came over which path, in total.
+
+        Args:
+            local_bytes: read by this process.
+            agents_bytes: brought by agents.
+            own_bytes: those of them that this machine's own agent brought.
+        """
+        paths = {"pe": local_bytes + own_bytes, "de": agents_bytes - own_bytes}
+        self._totals("path_bytes", "path", paths)
         self._total("hedges", hedges)
 
     def nodes(self, usable: int, events: Mapping[str, int]) -> None:
         """How many can be asked now, and what happened with them in total."""
         self.gauge("nodes", usable)
         self._totals("node_events", "event", events)
+
+    def hinted(self, kinds: Mapping[str, int]) -> None:
+        """Reads with a hint by what became of it, in total."""
+        self._totals("hinted_reads", "kind", kinds)
 
     def lookups(self, sources: Mapping[str, int]) -> None:
         """Answers by source, in total."""

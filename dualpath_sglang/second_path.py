@@ -83,5 +83,13 @@ def other_nodes(config: DualPathConfig, cache: KVCache, machine: MachineDir | No
         raise StoreError(str(error)) from error
     return Peers(
         cache.nodes,
-        PathOptions(config.read_paths, config.split_floor, ask_for_secret, tls, options.dscp, own),
+        PathOptions(
+            config.read_paths,
+            config.split_floor,
+            ask_for_secret,
+            tls,
+            options.dscp,
+            own,
+            machine=config.machine_name,
+        ),
     )

@@ -30,6 +30,8 @@ find_python() {
     return 1
 }
 
+library() { PATH=$PATH:/usr/sbin:/sbin ldconfig -p | grep -q "$1"; } # NAME: can it be loaded?
+
 debian_packages() { # names of the Debian packages whose purpose is not served yet
     find_python > /dev/null || echo python3.11 python3.11-venv python3.11-dev
     command -v g++ > /dev/null || echo g++
@@ -37,6 +39,10 @@ debian_packages() { # names of the Debian packages whose purpose is not served y
     PATH=$PATH:/usr/sbin:/sbin command -v mkfs.ext4 > /dev/null || echo e2fsprogs # disk-full tests
     command -v redis-server > /dev/null || echo redis-server # tests of the index in Redis
     PATH=$PATH:/usr/sbin:/sbin command -v tc > /dev/null || echo iproute2 # hosts in namespaces
+    # Mooncake, which carries KV from prefill to decode servers, is linked against these.
+    library libibverbs.so.1 || echo libibverbs1
+    library libnuma.so.1 || echo libnuma1
+    library libcurl.so.4 || echo libcurl4
 }
 
 missing=$(debian_packages | xargs)
@@ -49,7 +55,8 @@ if [ -n "$missing" ]; then
         apt-get install -y -qq --no-install-recommends $missing < /dev/null > /dev/null
     else
         say "missing, please install (Debian names): $missing"
-        [ -z "$(tr ' ' '\n' <<< "$missing" | grep -vx -e e2fsprogs -e redis-server -e iproute2)" ] || exit 1
+        [ -z "$(tr ' ' '\n' <<< "$missing" | grep -vx -e e2fsprogs -e redis-server -e iproute2 \
+            -e libibverbs1 -e libnuma1 -e libcurl4)" ] || exit 1
     fi
 fi
 

@@ -6,7 +6,7 @@ import string
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
 
@@ -34,9 +34,11 @@ JSON = st.recursive(
 def hints(draw: st.DrawFn) -> ReadHint:
     names = draw(st.lists(NAMES, min_size=1, max_size=MAX_SHARES, unique=True))
     parts = [draw(st.floats(1e-9, 1)) for _ in names]
-    return ReadHint(tuple((n, p / sum(parts)) for n, p in zip(names, parts, strict=True)))
+    shares = tuple((n, p / sum(parts)) for n, p in zip(names, parts, strict=True))
+    return ReadHint(shares, draw(st.booleans()))
 
 
+@settings(deadline=None, max_examples=50)
 @given(PRINTABLE, hints())
 def test_a_request_id_brings_the_hint_and_stays_a_legal_one(rid: str, hint: ReadHint) -> None:
     hinted = into_rid(rid, hint)
@@ -45,6 +47,7 @@ def test_a_request_id_brings_the_hint_and_stays_a_legal_one(rid: str, hint: Read
     assert " " not in hinted
 
 
+@settings(deadline=None, max_examples=50)
 @given(PRINTABLE, hints(), hints())
 def test_a_second_hint_takes_the_place_of_the_first(
     rid: str, first: ReadHint, second: ReadHint
@@ -53,12 +56,14 @@ def test_a_second_hint_takes_the_place_of_the_first(
     assert without_hint(into_rid(rid, first)) == without_hint(rid)
 
 
+@settings(deadline=None, max_examples=50)
 @given(hints(), st.integers(0, 999))
 def test_the_number_that_sglang_adds_does_not_hide_the_hint(hint: ReadHint, number: int) -> None:
     assert from_rid(f"{into_rid('a', hint)}_{number}") == hint
     assert from_rid(f"{into_rid('a', hint)}_{number}_0") == hint
 
 
+@settings(deadline=None, max_examples=50)
 @given(hints(), st.text(max_size=20))
 def test_an_envelope_brings_the_hint_through_sglang(hint: ReadHint, message_id: str) -> None:
     envelope = kv_hints(hint, message_id)
@@ -67,17 +72,20 @@ def test_an_envelope_brings_the_hint_through_sglang(hint: ReadHint, message_id: 
     assert from_kv_hints(decode_kv_hints_envelope(sent)) == hint
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.text(max_size=200))
 def test_no_request_id_fails(rid: str) -> None:
     assert from_rid(rid) is None or without_hint(rid) != rid
 
 
+@settings(deadline=None, max_examples=50)
 @given(PRINTABLE, st.text("abz=,.%01e-+ _|\x00é", max_size=40))
 def test_nothing_at_the_end_of_a_request_id_fails(rid: str, inside: str) -> None:
     hint = from_rid(f"{rid}|dp1|{inside}|")
     assert hint is None or sum(weight for _, weight in hint.shares) == pytest.approx(1)
 
 
+@settings(deadline=None, max_examples=50)
 @given(JSON | st.binary() | st.builds(object))
 def test_no_envelope_fails(thing: object) -> None:
     action = {"action_type": "dualpath.read", "action_version": "1"}

@@ -10,11 +10,13 @@ import typer
 from dualpath_sglang.cli.adopt import adopt
 from dualpath_sglang.cli.care import clear, scan, verify
 from dualpath_sglang.cli.node import node
+from dualpath_sglang.cli.profile import profile
 from dualpath_sglang.cli.qos import qos
 from dualpath_sglang.cli.quota import quota
 from dualpath_sglang.cli.router import router
 from dualpath_sglang.cli.settings import config
 from dualpath_sglang.cli.show import inspect, status
+from dualpath_sglang.cli.sizing import sizing
 
 app = typer.Typer(
     name="dualpath",
@@ -26,7 +28,11 @@ app = typer.Typer(
     epilog="Exit status: 0 all is well, 1 damage was found and is still there, 2 it could not be "
     "done.",
 )
-for command in (status, verify, scan, clear, quota, adopt, inspect, config, node, router, qos):
+COMMANDS = (
+    *(status, verify, scan, clear, quota, adopt, inspect, config, node, router),
+    *(profile, qos, sizing),
+)
+for command in COMMANDS:
     app.command()(command)
 
 

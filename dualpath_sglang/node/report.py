@@ -23,6 +23,7 @@ class Node:
     Args:
         role: what it uses the store for: streaming, hicache.
         rank: of its tensor-parallel group.
+        facts: what else is told, the same in every report.
     """
 
     role: str
@@ -32,6 +33,7 @@ class Node:
     pid: int = field(default_factory=os.getpid)
     began: float = field(default_factory=time.time)
     version: str = field(default_factory=lambda: installed_version())
+    facts: Mapping[str, str | int] = field(default_factory=dict, hash=False)
 
     @property
     def name(self) -> str:
@@ -48,6 +50,7 @@ class Node:
             "pid": self.pid,
             "up_s": round(time.time() - self.began, 1),
             "version": self.version,
+            **self.facts,
             **figures,
         }
 

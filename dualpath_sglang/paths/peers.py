@@ -20,8 +20,10 @@ from typing import Literal, TypeAlias
 from dualpath_sglang.index import Report
 from dualpath_sglang.paths.peer import Peer, PeerFetch
 from dualpath_sglang.paths.reports import NodeReport, nodes_among
+from dualpath_sglang.read_hint import ReadHint
+from dualpath_sglang.scheduling.assign import assign
 from dualpath_sglang.scheduling.paths import Share, Side, shorter_queue, split
-from dualpath_sglang.streaming.other_paths import NOTHING, Blame
+from dualpath_sglang.streaming.other_paths import LOCAL, NOTHING, Blame
 from dualpath_sglang.transport.base import Destination, Fetching, FetchRequest
 from dualpath_sglang.transport.client import Connection, PeerAddress
 from dualpath_sglang.transport.handshake import VERSION
@@ -69,6 +71,7 @@ class PathOptions:
         tls: encrypts, when given.
         dscp: traffic class of what is sent.
         own: this machine's own agent, which is no other node; asked now and then.
+        machine: what this machine is called in reports, and so in hints.
     """
 
     policy: Policy = "split"
@@ -77,6 +80,7 @@ class PathOptions:
     tls: ssl.SSLContext | None = None
     dscp: int = 0
     own: Callable[[], Nearby | None] = field(default=lambda: None, repr=False)
+    machine: str = ""
 
 
 class Peers:
@@ -94,6 +98,8 @@ class Peers:
         """Fetches by how they ended, and what went wrong."""
         self._reports = reports
         self._peers: dict[str, Peer] = {}
+        self._machines: dict[str, str] = {}
+        """By node: what its machine is called."""
         self._seen: dict[str, float] = {}
         self._other_versions: set[str] = set()
         self._learn_at = -math.inf
@@ -122,12 +128,35 @@ class Peers:
         chosen = shorter_queue(sides if policy == "peer" else [own, *sides])
         return [Share(chosen.name, 0, blocks)]
 
+    def hinted(
+        self, geometry: Geometry, keys: Sequence[bytes], hint: ReadHint
+    ) -> Sequence[str | None] | None:
+        """See :class:`OtherPaths`."""
+        if self.options.policy == "local":
+            return None
+        sides = [self._side_of(machine, geometry, hint.shared) for machine, _ in hint.shares]
+        return [sides[i] for i in assign(keys, [weight for _, weight in hint.shares])]
+
+    def _side_of(self, machine: str, geometry: Geometry, shared: bool) -> str | None:
+        """Who reads for a machine; of several agents the same one, whoever looks."""
+        if machine == self.options.machine:
+            own = self._own if shared else None
+            return LOCAL if own is None or not own.usable(geometry.id_bytes) else own.name
+        with self._lock:
+            named = [peer for n, peer in self._peers.items() if self._machines.get(n) == machine]
+        return min((p.name for p in named if p.usable(geometry.id_bytes)), default=None)
+
     def nearby(self, geometry: Geometry) -> str | None:
         """See :class:`OtherPaths`."""
         own = self._own
         if own is None or not self._own_has_blocks or not own.usable(geometry.id_bytes):
             return None
         return own.name
+
+    def is_own(self, side: str) -> bool:
+        """See :class:`OtherPaths`."""
+        own = self._own
+        return own is not None and own.name == side
 
     def substitute(self, geometry: Geometry) -> str | None:
         """See :class:`OtherPaths`."""
@@ -225,12 +254,14 @@ class Peers:
             peer = self._peer(report)
             if peer is not None:
                 self._seen[report.name] = now
+                self._machines[report.name] = report.machine
                 peer.heed(report)
         gone = [name for name, seen in self._seen.items() if now - seen > _FORGET_S or name == own]
         for name in gone:
             del self._seen[name]
             with self._lock:
                 peer = self._peers.pop(name)
+                self._machines.pop(name, None)
             logger.info("Node %s is gone", name)
             peer.leave()
 

@@ -25,6 +25,7 @@ class NodeReport:
     Args:
         name: unique, new at each start.
         host, port: where it listens.
+        machine: what its machine is called; empty when it says nothing.
         protocol: version that it speaks; -1 when it says none.
         has_blocks: whether there are any in its memory.
         load: its read queue; None when it says none.
@@ -35,6 +36,7 @@ class NodeReport:
     name: str
     host: str
     port: int
+    machine: str
     protocol: int
     has_blocks: bool
     load: Load | None
@@ -62,6 +64,7 @@ def _parsed(report: dict[str, object]) -> NodeReport | None:
         name,
         host,
         port,
+        _text(report.get("host")),
         -1 if protocol is None else protocol,
         bool(report.get("cached_bytes")),
         None if queue is None else Load(queue, tokens or 0),

@@ -107,6 +107,8 @@ class Request:
         self.queued_tokens = 0
         self.read_bytes = 0
         self.outcome: Outcome | None = None
+        self.replaced = False
+        """Whether somebody else had to read what the hint gave to a node."""
         for part in self.parts:
             for gate in part.load.gates:
                 self.due[gate] += len(part.load.keys)

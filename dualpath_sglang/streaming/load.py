@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from dualpath_sglang.pool import Pool
+from dualpath_sglang.read_hint import ReadHint
 from dualpath_sglang.streaming.landing import Fence, Landing
 
 OnLayer: TypeAlias = Callable[[int, Sequence[Fence]], None]
@@ -40,11 +41,13 @@ class LoadRequest:
     Args:
         rid: its name, unique in the batch.
         after: an event of the device; the pages are written only after it.
+        hint: who is to read it.
     """
 
     rid: str
     pools: Sequence[PoolLoad]
     after: object | None = None
+    hint: ReadHint | None = None
 
 
 class Outcome(enum.Enum):

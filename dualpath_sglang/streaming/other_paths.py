@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
+from dualpath_sglang.read_hint import ReadHint
 from dualpath_sglang.scheduling.paths import Share, Side
 from dualpath_sglang.transport.base import Destination, Fetching, FetchRequest
 from dualpath_storage import Geometry
@@ -50,11 +51,28 @@ class OtherPaths(Protocol):
         """
         ...
 
+    def hinted(
+        self, geometry: Geometry, keys: Sequence[bytes], hint: ReadHint
+    ) -> Sequence[str | None] | None:
+        """Who reads each block of a hit by a hint; from memory, without waiting.
+
+        Returns:
+            By block: the agent of the node that every server finds for it, this machine's own
+            among them; :data:`LOCAL` for this machine when its agent cannot be asked, or need
+            not be; None when the node is not known, or cannot be asked now. None altogether when
+            hints are not followed here.
+        """
+        ...
+
     def nearby(self, geometry: Geometry) -> str | None:
         """This machine's own agent, if it may have blocks in memory; None when it has not.
 
         It is asked only for what is there already.
         """
+        ...
+
+    def is_own(self, side: str) -> bool:
+        """Whether a side is this machine's own agent."""
         ...
 
     def substitute(self, geometry: Geometry) -> str | None:
@@ -95,10 +113,22 @@ class Alone:
         del geometry, asking
         return [Share(own.name, 0, blocks)] if blocks else []
 
+    def hinted(
+        self, geometry: Geometry, keys: Sequence[bytes], hint: ReadHint
+    ) -> Sequence[str | None] | None:
+        """None."""
+        del geometry, keys, hint
+        return None
+
     def nearby(self, geometry: Geometry) -> str | None:
         """None."""
         del geometry
         return None
+
+    def is_own(self, side: str) -> bool:
+        """There is none."""
+        del side
+        return False
 
     def substitute(self, geometry: Geometry) -> str | None:
         """None."""

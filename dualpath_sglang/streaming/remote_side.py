@@ -30,7 +30,7 @@ from dualpath_sglang.streaming.remote_read import RemoteRead
 from dualpath_sglang.streaming.staging import Piece
 from dualpath_sglang.streaming.stats import StreamStats
 from dualpath_sglang.transport.base import MAX_BLOCKS, End, Span
-from dualpath_storage import ReadStatus
+from dualpath_storage import Geometry, ReadStatus
 
 logger = logging.getLogger(__name__)
 
@@ -111,12 +111,17 @@ class RemoteSide:
             if not blocks:
                 continue
             side = Side(LOCAL, queued, own.rate)
-            nearby = self._paths.nearby(geometry)
-            shares = (
-                self._paths.shares(geometry, blocks, side, self._asking)
-                if nearby is None
-                else [Share(nearby, 0, blocks)]
-            )
+            hinted = self._hinted(part, range(blocks))
+            nearby = self._nearby(geometry, hinted)
+            shares: Sequence[Share]
+            if nearby is not None:
+                shares = [Share(nearby, 0, blocks)]
+            elif hinted is not None and {*hinted} == {LOCAL}:
+                shares, hinted = [Share(LOCAL, 0, blocks)], None
+            elif hinted is not None:
+                shares = []
+            else:
+                shares = self._paths.shares(geometry, blocks, side, self._asking)
             part.local_blocks = sum(share.count for share in shares if share.side == LOCAL)
             queued += part.local_blocks * geometry.block_bytes
             others = (blocks - part.local_blocks) * geometry.block_bytes
@@ -129,12 +134,21 @@ class RemoteSide:
                 if share.side != LOCAL:
                     blocks_of = range(share.first, share.first + share.count)
                     self._ask(batch, part, blocks_of, share.side, cached_only=nearby is not None)
+            if nearby is None and hinted is not None:
+                self._deal_hinted(batch, part, range(blocks), hinted)
         for request in {part.request: None for part in parts}:
             self._queue.add(0, request.local_tokens - request.queued_tokens)
             request.queued_tokens = request.local_tokens
 
     def _deal_again(self, batch: Batch, part: Part, blocks: Sequence[int]) -> None:
         """What this machine's agent does not have in memory: decide who reads it."""
+        hinted = self._hinted(part, blocks)
+        if hinted is None:
+            self._share_out(batch, part, blocks)
+        else:
+            self._deal_hinted(batch, part, blocks, hinted)
+
+    def _share_out(self, batch: Batch, part: Part, blocks: Sequence[int]) -> None:
         own = Side(LOCAL, self._queue.of_machine()[0], self._pipeline.rate)
         geometry = part.load.pool.geometry
         for share in self._paths.shares(geometry, len(blocks), own, self._asking):
@@ -143,6 +157,40 @@ class RemoteSide:
                 self._read_locally(batch, part, some, batch.put)
             else:
                 self._ask(batch, part, some, share.side)
+
+    # -- hints ------------------------------------------------------------------------------
+
+    def _hinted(self, part: Part, blocks: Sequence[int]) -> Sequence[str | None] | None:
+        """By block: who reads it by the request's hint; None when there is none to follow."""
+        hint = part.request.load.hint
+        if hint is None:
+            return None
+        keys = [part.key(block) for block in blocks]
+        return self._paths.hinted(part.load.pool.geometry, keys, hint)
+
+    def _nearby(self, geometry: Geometry, hinted: Sequence[str | None] | None) -> str | None:
+        """This machine's agent, to be asked for what it has in memory before anybody else.
+
+        Not when it, or this machine, is to read anything: then it is asked for that at once.
+        """
+        nearby = self._paths.nearby(geometry)
+        return None if hinted is not None and {nearby, LOCAL} & {*hinted} else nearby
+
+    def _deal_hinted(
+        self, batch: Batch, part: Part, blocks: Sequence[int], hinted: Sequence[str | None]
+    ) -> None:
+        """Ask whom the hint says; what nobody can be asked for is dealt out as without one."""
+        groups: dict[str | None, list[int]] = {}
+        for block, side in zip(blocks, hinted, strict=True):
+            groups.setdefault(side, []).append(block)
+        for side, some in groups.items():
+            if side is None:
+                part.request.replaced = True
+                self._share_out(batch, part, some)
+            elif side == LOCAL:
+                self._read_locally(batch, part, some, batch.put)
+            else:
+                self._ask(batch, part, some, side)
 
     def _ask(
         self,
@@ -235,6 +283,8 @@ class RemoteSide:
             read.landed_bytes += size  # before the request ends, if this was all of it
             landed = self._land(read.batch, read.part, staged, blocks)
             self._stats.remote_bytes += size
+            if self._paths.is_own(read.side):
+                self._stats.own_agent_bytes += size
         return landed
 
     def remote_missing(self, read: RemoteRead, blocks: Sequence[int]) -> None:
@@ -272,6 +322,7 @@ class RemoteSide:
         more, lost = part.progress.failed(By.LOCAL, [block])
         if not more:
             return not lost
+        part.request.replaced = True
         if part not in self._unread and self._paths.substitute(part.load.pool.geometry) is None:
             return False
         part.progress.ask(By.REMOTE, more)
@@ -316,6 +367,7 @@ class RemoteSide:
         if lost:
             self._end(batch, part.request, Outcome.MISS, ReadStatus.ABSENT.value)
         elif more:
+            part.request.replaced = True
             # What is late goes before anything new.
             size = self._read_locally(batch, part, more, self._pipeline.again)
             self._stats.hedged_bytes += size
@@ -380,6 +432,7 @@ class RemoteSide:
             local.since = now + _AGAIN_S - self._patience_of(local.batch)
         else:
             self._stats.hedges += 1
+            part.request.replaced = True
             self._ask(local.batch, part, waiting, side)
 
     def _late_at(self, batch: Batch, heard: float) -> float:

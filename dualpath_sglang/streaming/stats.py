@@ -11,8 +11,10 @@ class StreamStats:
 
     ``failed_requests`` is by outcome. Bytes are payload, seconds are summed over threads.
     ``repaired_blocks`` failed at first and were good when they were read again. ``remote_bytes``
-    came from other nodes, and are not among ``read_bytes``; ``hedges`` are sides that were late and
-    replaced, ``hedged_bytes`` what this node read in place of another.
+    came from agents, and are not among ``read_bytes``; ``own_agent_bytes`` are those of them that
+    this machine's agent brought. ``hedges`` are sides that were late and replaced,
+    ``hedged_bytes`` what this node read in place of another. ``hinted`` are loads with a hint that
+    landed, by whether the nodes that it names read all of it.
     """
 
     loads: int = 0
@@ -35,10 +37,12 @@ class StreamStats:
     remote_fetches: int = 0
     remote_failed: int = 0
     remote_bytes: int = 0
+    own_agent_bytes: int = 0
     remote_bad_blocks: int = 0
     hedges: int = 0
     hedged_bytes: int = 0
+    hinted: dict[str, int] = field(default_factory=dict)
 
     def copy(self) -> StreamStats:
         """The same numbers, which do not change any more."""
-        return replace(self, failed_requests=dict(self.failed_requests))
+        return replace(self, failed_requests=dict(self.failed_requests), hinted=dict(self.hinted))

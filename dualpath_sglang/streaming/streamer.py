@@ -432,6 +432,9 @@ class LayerStreamer:
                 self._report(part, part.suspects)
         if outcome is Outcome.OK:
             self._stats.blocks += request.blocks
+            if request.load.hint is not None:
+                kind = "replaced" if request.replaced else "honoured"
+                self._stats.hinted[kind] = self._stats.hinted.get(kind, 0) + 1
             for part in request.parts:
                 self._report(part, part.outcomes())
             return

@@ -23,9 +23,9 @@ def resolve(model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Reso
 
     monkeypatch.setattr("logging.basicConfig", lambda **_: None)  # pytest's handlers stay
 
-    def run(*flags: str, backend: str | None = "dualpath") -> Any:
+    def run(*flags: str, backend: str | None = "dualpath", kind: str = "qwen3") -> Any:
         chosen = ["--hicache-storage-backend", backend] if backend else []
-        args = prepare_server_args(["--model-path", str(model("qwen3")), *BASE, *chosen, *flags])
+        args = prepare_server_args(["--model-path", str(model(kind)), *BASE, *chosen, *flags])
         args.resolve_once()
         return resolving_view(args)
 
@@ -158,5 +158,64 @@ def test_where_it_cannot_stream_it_turns_the_hierarchical_cache_on(
     assert view.hicache_storage_backend == "dualpath"
 
 
-def test_a_decode_server_is_not_given_a_cache_it_did_not_ask_for(resolve: Resolve) -> None:
-    assert not resolve("--disaggregation-mode", "decode").enable_hierarchical_cache
+DECODE = ("--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "mooncake_tcp")
+POLICY = "--hicache-storage-prefetch-policy"
+
+
+def test_a_decode_server_restores_prefixes(resolve: Resolve) -> None:
+    view = resolve(*DECODE)
+    assert view.enable_hierarchical_cache
+    assert view.disaggregation_decode_enable_radix_cache
+    assert not view.disable_radix_cache
+    assert not view.enable_unified_cache_external_linker
+    assert view.hicache_storage_backend == "dualpath"
+    assert view.hicache_mem_layout == "page_first_direct"
+    assert view.page_size == 64
+
+
+def test_a_decode_server_waits_for_what_prefill_does_not_send(resolve: Resolve) -> None:
+    restores = [
+        *DECODE,
+        "--disaggregation-decode-enable-radix-cache",
+        "--enable-hierarchical-cache",
+    ]
+    assert resolve(*restores).hicache_storage_prefetch_policy == "wait_complete"
+    assert resolve(*restores, POLICY, "timeout").hicache_storage_prefetch_policy == "timeout"
+    assert (
+        resolve(*restores, POLICY, "best_effort").hicache_storage_prefetch_policy == "best_effort"
+    )
+    assert resolve("--enable-hierarchical-cache").hicache_storage_prefetch_policy == "timeout"
+
+
+def test_a_decode_server_that_is_to_store_only_does_that(resolve: Resolve) -> None:
+    view = resolve(*DECODE, "--disaggregation-decode-enable-offload-kvcache")
+    assert not view.enable_hierarchical_cache
+    assert not view.disaggregation_decode_enable_radix_cache
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--disaggregation-decode-retraction-backup", "host_pool"],
+        ["--disaggregation-decode-allocation-policy", "prefill_complete"],
+    ],
+)
+def test_a_decode_server_that_cannot_restore_is_left_alone(
+    flags: list[str], resolve: Resolve, caplog: pytest.LogCaptureFixture
+) -> None:
+    view = resolve(*DECODE, *flags)
+    assert not view.enable_hierarchical_cache
+    assert "DualPath is idle on this decode server" in caplog.text
+
+
+def test_a_decode_server_of_a_model_with_sliding_windows_is_left_alone(
+    resolve: Resolve, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not resolve(*DECODE, kind="mellum").enable_hierarchical_cache
+    assert "sliding-window layers" in caplog.text
+
+
+def test_a_prefill_server_streams(resolve: Resolve) -> None:
+    view = resolve("--disaggregation-mode", "prefill", *DECODE[2:])
+    assert view.enable_unified_cache_external_linker
+    assert not view.enable_hierarchical_cache

@@ -60,6 +60,7 @@ class DecodeNode:
         return {
             "role": "node",
             "node_id": self.name,
+            "host": self.name,
             "address": f"127.0.0.1:{self.wire.port}",
             "protocol": VERSION,
             "read_queue_bytes": load.bytes,
@@ -152,7 +153,9 @@ class Cluster:
         """Whether the decode nodes are reported."""
         self.peers: Peers
         self.own: DecodeNode | None = None
-        options = PathOptions(policy, floor_bytes, secret=lambda _: SECRET, own=self._own_agent)
+        options = PathOptions(
+            policy, floor_bytes, secret=lambda _: SECRET, own=self._own_agent, machine="own"
+        )
 
         def paths(cache: KVCache) -> Peers:
             del cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +13,7 @@ from dualpath_sglang.scheduling.engines import Cluster, DecodeEngine, PrefillEng
 from dualpath_sglang.scheduling.placement import Placement, Round, Rules
 
 NODES = ["n0", "n1", "n2", "n3"]
+ENGINES = [f"{kind}{i}" for kind in "pd" for i in range(5)]
 
 
 def pes(
@@ -45,78 +48,88 @@ def placed(result: Round) -> list[tuple[str, str, str]]:
     return [(p.request, p.prefill, p.decode) for p in result.placements]
 
 
-@st.composite
-def clusters(draw: st.DrawFn, most_engines: int = 5) -> Cluster:
-    """Small ones, with figures often alike."""
-    tokens = st.integers(0, 4).map(lambda n: n * 50) | st.integers(0, 400)
-    counts = st.integers(0, 3)
-    prefill = draw(
-        st.lists(st.tuples(st.sampled_from(NODES), counts, tokens), max_size=most_engines)
-    )
-    decode = draw(
-        st.lists(st.tuples(st.sampled_from(NODES), counts, tokens, tokens), max_size=most_engines)
-    )
-    groups = draw(st.lists(st.sampled_from("ab"), min_size=4, max_size=4))
-    queues = draw(st.dictionaries(st.sampled_from(NODES), tokens))
-    rates = draw(st.dictionaries(st.sampled_from(NODES), st.sampled_from([0.0, 10.0, 70.0])))
-    return Cluster(
-        tuple(PrefillEngine(f"p{i}", *values) for i, values in enumerate(prefill)),
-        tuple(
-            # What an engine has in use it has reserved, too.
-            DecodeEngine(f"d{i}", node, groups[NODES.index(node)], n, t, free, t + free)
-            for i, (node, n, t, free) in enumerate(decode)
-        ),
-        queues,
-        rates,
-    )
+class Dice:
+    """Figures of a small case, often alike, often on a bound."""
 
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.one_of = self._random.choice
 
-@st.composite
-def queues(draw: st.DrawFn, warm: bool = True, most: int = 12) -> list[Request]:
-    """Requests, some of which return somewhere or were refused somewhere."""
-    lengths = st.integers(0, 4).map(lambda n: n * 25) | st.integers(0, 200)
-    names = st.sampled_from([f"{kind}{i}" for kind in "pd" for i in range(5)])
-    nobody = st.just(frozenset[str]())
-    drawn = draw(
-        st.lists(
-            st.tuples(
-                lengths,
-                lengths,
-                st.integers(0, 60),
-                st.none() | names if warm else st.none(),
-                st.none() | names if warm else st.none(),
-                lengths,
-                nobody | nobody | st.frozensets(names, max_size=3),
+    def tokens(self) -> int:
+        """Of an engine, a queue, or a prompt."""
+        return self.one_of([0, 50, 100, 200, self._random.randrange(400)])
+
+    def names(self, chance: float) -> frozenset[str]:
+        """Of some engines."""
+        return frozenset(name for name in ENGINES if self._random.random() < chance)
+
+    def cluster(self, prefill: int, decode: int) -> Cluster:
+        """With so many engines."""
+        groups = {node: self.one_of("abc") for node in NODES}
+        decode_nodes = [self.one_of(NODES) for _ in range(decode)]
+        loads = [(self.tokens(), self.tokens()) for _ in range(decode)]
+        return Cluster(
+            tuple(
+                PrefillEngine(f"p{i}", self.one_of(NODES), self.one_of([0, 1, 2]), self.tokens())
+                for i in range(prefill)
             ),
-            max_size=most,
+            tuple(
+                # What an engine has in use it has reserved, too.
+                DecodeEngine(
+                    f"d{i}", node, groups[node], self.one_of([0, 1, 2]), used, free, used + free
+                )
+                for i, (node, (used, free)) in enumerate(zip(decode_nodes, loads, strict=True))
+            ),
+            {node: self.tokens() for node in NODES if self.one_of([True, False])},
+            {node: self.one_of([0.0, 10.0, 70.0]) for node in NODES if self.one_of([True, False])},
         )
-    )
-    return [
-        Request(f"r{i}", tokens, min(hit, tokens), out, pe_name, de_name, min(long, tokens), no)
-        for i, (tokens, hit, out, pe_name, de_name, long, no) in enumerate(drawn)
-    ]
+
+    def queue(self, length: int, warm: bool) -> list[Request]:
+        """Requests, some of which return somewhere or were refused somewhere."""
+        queue = []
+        for i in range(length):
+            tokens = self.tokens() // 2
+            queue.append(
+                Request(
+                    f"r{i}",
+                    tokens,
+                    min(tokens, self.tokens()),
+                    self.one_of([0, 0, 10, 60]),
+                    self.one_of([None, *ENGINES]) if warm else None,
+                    self.one_of([None, *ENGINES]) if warm else None,
+                    min(tokens, self.tokens()) if warm else 0,
+                    self.names(self.one_of([0.0, 0.0, 0.3])),
+                )
+            )
+        return queue
+
+    def rules(self, **fixed: object) -> Rules:
+        """Any, but for what is fixed."""
+        chosen: dict[str, object] = {
+            "policy": self.one_of(["dualpath", "dualpath", "round_robin"]),
+            "path": self.one_of(["shorter_queue", "split", "pe", "de", "alternate"]),
+            "alpha": self.one_of([0.0, 60.0, 200.0, math.inf]),
+            "beta": self.one_of([0.0, 60.0, 200.0, math.inf]),
+            "grow_read_queue": self.one_of([True, False]),
+            "when_blocked": self.one_of(["spill", "group", "pass"]),
+            "affinity": self.one_of([True, False]),
+            "over_beta": self.one_of([1.0, 2.0]),
+            "compute_rate": self.one_of([None, 10.0, 100.0]),
+            "read_rate": self.one_of([None, 10.0, 100.0]),
+            "decode_restores": self.one_of([True, False]),
+        }
+        return Rules(**(chosen | fixed))
 
 
-bounds = st.sampled_from([0.0, 60.0, 200.0, 1e9, float("inf")])
-
-
-def rules(**fixed: object) -> st.SearchStrategy[Rules]:
-    """Any rules, but for what is fixed."""
-    choices: dict[str, st.SearchStrategy[object]] = {
-        "policy": st.sampled_from(["dualpath", "dualpath", "round_robin"]),
-        "path": st.sampled_from(["shorter_queue", "split", "pe", "de", "alternate"]),
-        "alpha": bounds,
-        "beta": bounds,
-        "grow_read_queue": st.booleans(),
-        "when_blocked": st.sampled_from(["spill", "group", "pass"]),
-        "affinity": st.booleans(),
-        "over_beta": st.sampled_from([1.0, 2.0]),
-        "compute_rate": st.sampled_from([None, 10.0, 100.0]),
-        "read_rate": st.sampled_from([None, 10.0, 100.0]),
-        "decode_restores": st.booleans(),
-    }
-    choices.update({name: st.just(value) for name, value in fixed.items()})
-    return st.fixed_dictionaries(choices).map(lambda chosen: Rules(**chosen))  # type: ignore[arg-type]
+@st.composite
+def cases(
+    draw: st.DrawFn, warm: bool = True, most: int = 12, **fixed: object
+) -> tuple[list[Request], Cluster, Rules]:
+    """A queue, a cluster and rules. Sizes are drawn, figures are rolled: that is much faster."""
+    prefill, decode = draw(st.integers(0, 5)), draw(st.integers(0, 5))
+    length = draw(st.integers(0, most))
+    dice = Dice(draw(st.integers(0, 1 << 32)))
+    return dice.queue(length, warm), dice.cluster(prefill, decode), dice.rules(**fixed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,7 @@ def test_what_speaks_for_returning_never_ends_it(
     path: str,
     restores: bool,
 ) -> None:
-    rules = replace(RULES, path=path, decode_restores=restores)  # type: ignore[arg-type]
+    rules = replace(RULES, path=path, decode_restores=restores)
     request = returning(2000, hit, warm)
     cluster = Cluster(
         pes(*loads),

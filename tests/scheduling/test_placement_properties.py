@@ -6,16 +6,19 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualpath_sglang.scheduling.engines import Cluster, DecodeEngine, PrefillEngine, Request
 from dualpath_sglang.scheduling.placement import Round, Rules, place
-from tests.scheduling.clusters import algorithm_1, clusters, queues, replay, rules, two_levels
+from tests.scheduling.clusters import algorithm_1, cases, replay, two_levels
 
-some = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+Case: TypeAlias = tuple[list[Request], Cluster, Rules]
+
+some = settings(max_examples=200, deadline=None)
 
 
 def takes(pe: PrefillEngine, request: Request, chosen: Rules) -> bool:
@@ -39,10 +42,11 @@ def ids(requests: Sequence[Request]) -> list[str]:
 
 
 @some
-@given(queues(), clusters(), rules())
+@given(cases())
 def test_every_request_is_in_one_part_of_the_answer_and_in_order(
-    queue: list[Request], cluster: Cluster, chosen: Rules
+    case: Case,
 ) -> None:
+    queue, cluster, chosen = case
     result = place(queue, cluster, chosen)
     parts = [[p.request for p in result.placements], ids(result.waiting), ids(result.stranded)]
     for part in parts:
@@ -59,10 +63,11 @@ def test_every_request_is_in_one_part_of_the_answer_and_in_order(
 
 
 @some
-@given(queues(), clusters(), rules())
+@given(cases())
 def test_nothing_is_committed_twice_and_no_bound_is_broken(
-    queue: list[Request], cluster: Cluster, chosen: Rules
+    case: Case,
 ) -> None:
+    queue, cluster, chosen = case
     result = place(queue, cluster, chosen)
     # The replay also checks that the cluster comes out as counted here.
     for step in replay(queue, cluster, result):
@@ -82,10 +87,11 @@ def test_nothing_is_committed_twice_and_no_bound_is_broken(
 
 
 @some
-@given(queues(), clusters(), rules(policy="dualpath", over_beta=1.0))
+@given(cases(policy="dualpath", over_beta=1.0))
 def test_each_pe_is_algorithm_1s_or_the_warm_one(
-    queue: list[Request], cluster: Cluster, chosen: Rules
+    case: Case,
 ) -> None:
+    queue, cluster, chosen = case
     for step in replay(queue, cluster, place(queue, cluster, chosen)):
         seen = step.cluster
         if not chosen.grow_read_queue:
@@ -96,10 +102,11 @@ def test_each_pe_is_algorithm_1s_or_the_warm_one(
 
 
 @some
-@given(queues(warm=False), clusters(), rules(policy="dualpath", when_blocked="group", beta=1e9))
+@given(cases(warm=False, policy="dualpath", when_blocked="group", beta=1e9))
 def test_des_are_those_of_the_papers_two_levels(
-    queue: list[Request], cluster: Cluster, chosen: Rules
+    case: Case,
 ) -> None:
+    queue, cluster, chosen = case
     queue = [replace(r, excluded=r.excluded - {e.name for e in cluster.prefill}) for r in queue]
     result = place(queue, cluster, chosen)
     if not cluster.prefill or not cluster.decode:
@@ -111,10 +118,11 @@ def test_des_are_those_of_the_papers_two_levels(
 
 
 @some
-@given(queues(warm=False), clusters(), rules(policy="dualpath", when_blocked="spill"))
+@given(cases(warm=False, policy="dualpath", when_blocked="spill"))
 def test_a_group_with_memory_is_used_before_another(
-    queue: list[Request], cluster: Cluster, chosen: Rules
+    case: Case,
 ) -> None:
+    queue, cluster, chosen = case
     for step in replay(queue, cluster, place(queue, cluster, chosen)):
         sums: Counter[str] = Counter()
         for engine in step.cluster.decode:
@@ -124,10 +132,11 @@ def test_a_group_with_memory_is_used_before_another(
 
 
 @some
-@given(queues(), clusters(), rules(when_blocked="spill"))
+@given(cases(when_blocked="spill"))
 def test_fifo_is_kept_and_nothing_waits_that_an_engine_could_take(
-    queue: list[Request], cluster: Cluster, chosen: Rules
+    case: Case,
 ) -> None:
+    queue, cluster, chosen = case
     result = place(queue, cluster, chosen)
     able = [name for name in ids(queue) if name not in ids(result.stranded)]
     assert [p.request for p in result.placements] + ids(result.waiting) == able
@@ -136,20 +145,22 @@ def test_fifo_is_kept_and_nothing_waits_that_an_engine_could_take(
 
 
 @some
-@given(queues(), clusters(), rules(when_blocked="pass"))
+@given(cases(when_blocked="pass"))
 def test_where_others_may_pass_nothing_at_all_waits_that_an_engine_could_take(
-    queue: list[Request], cluster: Cluster, chosen: Rules
+    case: Case,
 ) -> None:
+    queue, cluster, chosen = case
     result = place(queue, cluster, chosen)
     for request in result.waiting:
         assert not could_be_placed(request, result.cluster_after, chosen)
 
 
 @some
-@given(queues(), clusters(), rules(when_blocked="group"))
+@given(cases(when_blocked="group"))
 def test_in_the_papers_order_a_head_waits_only_for_a_group_that_is_full(
-    queue: list[Request], cluster: Cluster, chosen: Rules
+    case: Case,
 ) -> None:
+    queue, cluster, chosen = case
     result = place(queue, cluster, chosen)
     if not result.waiting or not cluster.prefill or not cluster.decode:
         return
@@ -191,11 +202,10 @@ def drained(
 
 
 @some
-@given(queues(most=25), clusters(), st.sampled_from(["spill", "group"]), rules(), st.integers(0, 9))
-def test_nobody_starves_when_engines_drain(
-    queue: list[Request], cluster: Cluster, when_blocked: str, chosen: Rules, seed: int
-) -> None:
-    chosen = replace(chosen, when_blocked=when_blocked)  # type: ignore[arg-type]
+@given(cases(most=25), st.sampled_from(["spill", "group"]), st.integers(0, 9))
+def test_nobody_starves_when_engines_drain(case: Case, when_blocked: str, seed: int) -> None:
+    queue, cluster, chosen = case
+    chosen = replace(chosen, when_blocked=when_blocked)
     # They begin empty: what they have then is never done.
     cluster = replace(
         cluster,
@@ -232,10 +242,11 @@ def test_nobody_starves_when_engines_drain(
 
 
 @some
-@given(queues(), clusters(), rules())
+@given(cases())
 def test_the_same_is_decided_again_in_whatever_order_queues_are_named(
-    queue: list[Request], cluster: Cluster, chosen: Rules
+    case: Case,
 ) -> None:
+    queue, cluster, chosen = case
     before = repr((queue, cluster, chosen))
     result = place(queue, cluster, chosen)
     assert repr((queue, cluster, chosen)) == before, "it changes nothing that it was given"
@@ -248,10 +259,11 @@ def test_the_same_is_decided_again_in_whatever_order_queues_are_named(
 
 
 @some
-@given(queues(warm=False), clusters(), rules(path="pe", when_blocked="spill", policy="dualpath"))
+@given(cases(warm=False, path="pe", when_blocked="spill", policy="dualpath"))
 def test_pes_do_not_depend_on_when_rounds_are_held(
-    queue: list[Request], cluster: Cluster, chosen: Rules
+    case: Case,
 ) -> None:
+    queue, cluster, chosen = case
     if not chosen.grow_read_queue or not cluster.prefill:
         return
     queue = [replace(request, excluded=frozenset()) for request in queue]

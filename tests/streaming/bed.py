@@ -14,6 +14,7 @@ from bench.throttle import HookedBackend
 from dualpath_sglang.index.source import IndexSource
 from dualpath_sglang.kvcache import KVCache, WriteResult
 from dualpath_sglang.pool import Pool
+from dualpath_sglang.read_hint import ReadHint
 from dualpath_sglang.streaming.landing import MemoryLanding
 from dualpath_sglang.streaming.load import Load, LoadRequest, LoadResult, PoolLoad
 from dualpath_sglang.streaming.options import StreamOptions
@@ -95,6 +96,7 @@ class Hit:
     pages: Pages
     numbers: Sequence[int]
     gates: Sequence[int]
+    hint: ReadHint | None = None
 
     @property
     def part(self) -> PoolLoad:
@@ -102,7 +104,7 @@ class Hit:
 
     @property
     def request(self) -> LoadRequest:
-        return LoadRequest(self.rid, [self.part])
+        return LoadRequest(self.rid, [self.part], hint=self.hint)
 
     def wrong_pages(self) -> list[int]:
         """Pages that do not hold what they should."""

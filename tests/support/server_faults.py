@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_FOLDER = "SGLANG_CPU_FAULTS"
+FOLDER = "SGLANG_CPU_FAULTS"
 
 
 class Faults:
@@ -41,7 +41,7 @@ class Faults:
     @property
     def env(self) -> dict[str, str]:
         return {
-            _FOLDER: str(self.folder),
+            FOLDER: str(self.folder),
             "SGLANG_CPU_TEST_HOOKS": "tests.support.server_faults:install",
         }
 
@@ -119,7 +119,7 @@ def install() -> None:
     from dualpath_sglang import kvcache, layer_counter, scrubber
     from dualpath_sglang.streaming import reads, streamer
 
-    switches = _Switches(Path(os.environ[_FOLDER]))
+    switches = _Switches(Path(os.environ[FOLDER]))
     _wrap(reads.Read, "run", _around_read(switches))
     _wrap(layer_counter.LayerCounter, "announce", _around_announce(switches))
     _wrap(layer_counter.LayerCounter, "wait_until", _around_wait(switches))
