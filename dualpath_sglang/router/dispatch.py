@@ -168,10 +168,21 @@ class Dispatcher:
             if not future.done():
                 self._queue.remove(waiting)
                 self.changed()
-            elif future.exception() is None:
+            elif future.exception() is None:  # nobody will sit there
                 self.release(future.result())
             raise
         return future.result()
+
+    def withdraw(self, number: int) -> None:
+        """The request of that turn does not want a place any more, if it still waits for one."""
+        for waiting in self._queue:
+            if waiting.number == number and not waiting.placed.done():
+                waiting.placed.set_exception(
+                    NoPlaceError("The request was aborted", "aborted", 499)
+                )
+                self._queue.remove(waiting)
+                self.changed()
+                return
 
     def release(self, seat: Seat) -> None:
         """A request has ended, or has to be placed again."""
@@ -225,6 +236,8 @@ class Dispatcher:
             affinity=options.affinity,
             compute_rate=compute,
             read_rate=read,
+            # A decode server that has DualPath reads hits for itself too.
+            decode_restores=any(e.spec.node for e in self._registry.ready("decode")),
         )
 
     def cluster(self) -> Cluster:
