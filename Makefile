@@ -13,7 +13,7 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-cluster demo-dualpath test test-slow test-redis bench lint format clean
+.PHONY: help venv demo demo-cluster demo-dualpath demo-pd test test-slow test-redis bench lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ demo-cluster: $(STAMP) ## an agent session that moves between two servers with o
 
 demo-dualpath: $(STAMP) ## hits read by three nodes at once: a server and two agents, one of them killed
 	$(PY) -m examples.demo_dualpath $(DEMO_ARGS)
+
+demo-pd: $(STAMP) ## agents on prefill and decode servers behind the router
+	$(PY) -m examples.demo_pd $(DEMO_ARGS)
 
 test: $(STAMP) ## every test but the slow ones
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 import typer
 from rich.console import Console
@@ -53,6 +53,7 @@ _STEP_BYTES = 1 << 20
 _SOCKET_BYTES = 4 << 20
 _TIMEOUT_S = 120.0
 SOCKET = "agent.sock"
+DirectIo: TypeAlias = Literal["auto", "on", "off"]
 WHATS = ("bare", "memory", "storage", "memcpy", "local", "local storage")
 
 
@@ -136,9 +137,9 @@ def blocks_of(layer_kib: int, count: int) -> Blocks:
     return Blocks(geometry, keys)
 
 
-def serve(root: Path, blocks: Blocks, pipe: Pipe) -> None:
+def serve(root: Path, blocks: Blocks, pipe: Pipe, direct_io: DirectIo = "off") -> None:
     """The other process: stores the blocks, then serves them, and as many bare bytes."""
-    options = StoreOptions(root, 4 * blocks.size, min_free_fraction=0, direct_io="off")
+    options = StoreOptions(root, 4 * blocks.size, min_free_fraction=0, direct_io=direct_io)
     with KVCache(options) as cache:
         pool = cache.attach(blocks.geometry)
         data = memoryview(bytearray(os.urandom(blocks.geometry.block_bytes)))
@@ -166,11 +167,13 @@ def serve(root: Path, blocks: Blocks, pipe: Pipe) -> None:
 
 
 @contextlib.contextmanager
-def serving(root: Path, blocks: Blocks) -> Iterator[tuple[Pipe, int, int]]:
+def serving(
+    root: Path, blocks: Blocks, direct_io: DirectIo = "off"
+) -> Iterator[tuple[Pipe, int, int]]:
     """A process that serves; the pipe to it, and its two ports."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(
-        target=serve, args=(root, blocks, theirs), daemon=True
+        target=serve, args=(root, blocks, theirs, direct_io), daemon=True
     )
     process.start()
     try:

@@ -151,6 +151,10 @@ _EXPECTED = {
     "read_paths": '"split", "shorter_queue", "local" or "peer"',
     "split_floor": 'a size such as "1MiB"',
     "hedge_after": "a share above 0 and at most 1, such as 0.25",
+    "prefill_quota_s": "a number of seconds above 0",
+    "prefill_quota_share": 'a share from 0 to 0.9 such as "50%"',
+    "prefill_profile": "the path of a file",
+    "prefill_trace": "the path of a file",
 }
 
 
@@ -232,6 +236,15 @@ class DualPathConfig(BaseSettings):
         split_floor: a smaller hit is read by one node.
         hedge_after: share of a load's deadline after which what a node has not brought is asked
             of another.
+
+    Compute quota, for any server with the plugin:
+
+    Args:
+        prefill_quota_s: most seconds of attention, as predicted, in one prefill batch; unset
+            leaves batches to SGLang.
+        prefill_quota_share: part of each batch that a long prompt in parts leaves to short ones.
+        prefill_profile: the file that ``dualpath profile`` has made; unset looks under the root.
+        prefill_trace: file to which every prefill batch is written, with its attention time.
     """
 
     model_config = SettingsConfigDict(
@@ -281,6 +294,10 @@ class DualPathConfig(BaseSettings):
     read_paths: Literal["split", "shorter_queue", "local", "peer"] = "split"
     split_floor: Annotated[Size, Field(ge=0)] = 1 << 20
     hedge_after: Annotated[float, Field(gt=0, le=1)] = 0.25
+    prefill_quota_s: Seconds | None = None
+    prefill_quota_share: Annotated[float, BeforeValidator(_share), Field(ge=0, le=0.9)] = 0.5
+    prefill_profile: Annotated[Path, BeforeValidator(_path)] | None = None
+    prefill_trace: Annotated[Path, BeforeValidator(_path)] | None = None
 
     @classmethod
     def settings_customise_sources(

@@ -16,6 +16,7 @@ from typing import Any
 
 from dualpath_sglang.config import ConfigError, DualPathConfig
 from dualpath_sglang.plugin import BACKEND_NAME
+from dualpath_sglang.quota_hooks import require_chunks, settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,20 @@ def check_and_enable(server_args: Any, previous: Step) -> None:
     if cfg.hicache_storage_backend == BACKEND_NAME:
         check_settings(cfg.hicache_storage_backend_extra_config)
         _choose_mode(server_args, cfg)
+    check_quota(server_args, cfg)
     previous(server_args)
+
+
+def check_quota(server_args: Any, cfg: Any) -> None:
+    """Refuse a compute quota where nothing can be cut, long before the scheduler would.
+
+    Raises:
+        ConfigError: chunked prefill was turned off.
+    """
+    settings = settings_of(server_args)
+    chunk = cfg.chunked_prefill_size
+    if settings is not None and settings.prefill_quota_s is not None:
+        require_chunks(None if chunk is None else chunk > 0)
 
 
 def check_settings(extra_config: str | None) -> dict[str, Any]:

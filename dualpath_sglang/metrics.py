@@ -2,7 +2,7 @@
 
 SGLang's processes share their samples through files (Prometheus's multiprocess mode), so a metric
 that a scheduler makes appears on the server's endpoint. All carry the labels ``mode`` (streaming,
-hicache) and ``rank`` (of tensor parallelism).
+hicache, prefill) and ``rank`` (of tensor parallelism).
 
 | name | | labels | what |
 |---|---|---|---|
@@ -22,6 +22,10 @@ hicache) and ``rank`` (of tensor parallelism).
 | dualpath_load_seconds | histogram | | from the start of a load to its end |
 | dualpath_layer_wait_seconds | histogram | | time a forward waited for a layer that was not there |
 | dualpath_recomputes_total | counter | reason | requests computed anew after a failed load |
+| dualpath_prefill_batches_total | counter | outcome | under a quota: cut, or whole |
+| dualpath_prefill_predicted_seconds | histogram | | attention of a prefill batch, predicted |
+| dualpath_prefill_attention_seconds | histogram | | and measured, with prefill_trace |
+| dualpath_prefill_failures_total | counter | | decisions that the quota left to SGLang |
 | dualpath_path_bytes_total | counter | path | bytes of hits, by who read them: pe (this), de |
 | dualpath_hedges_total | counter | | nodes that were late and replaced |
 | dualpath_hinted_reads_total | counter | kind | reads with a router's hint: honoured, replaced |
@@ -69,10 +73,17 @@ _COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "hedges": ("Nodes that were late and replaced", ()),
     "hinted_reads": ("Reads with a hint: honoured, or somebody else was asked too", ("kind",)),
     "node_events": ("Fetches from other nodes by their end, and what went wrong", ("event",)),
+    "prefill_batches": (
+        "Prefill batches under a quota: a request is in parts, or none",
+        ("outcome",),
+    ),
+    "prefill_failures": ("Decisions that the compute quota left to SGLang", ()),
     "recomputes": ("Requests computed anew after a failed load", ("reason",)),
 }
 _HISTOGRAMS: Mapping[str, str] = {
     "lookup_seconds": "Time that a lookup kept the scheduler",
+    "prefill_predicted_seconds": "Attention time of a prefill batch under a quota, as predicted",
+    "prefill_attention_seconds": "Attention time of a prefill batch, as measured",
     "load_seconds": "Time from the start of a load to its end",
     "layer_wait_seconds": "Time that a forward waited for a layer that was not there yet",
 }

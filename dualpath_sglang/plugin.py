@@ -5,7 +5,7 @@ that it spawns. What is registered, for SGLang 0.5.23:
 
 - in the launcher, the name among the choices, modes, defaults and early checks (`launch_args`);
 - in the scheduler, what HiCache mode needs (`controller_hooks`), and streaming mode
-  (`linker_hooks`).
+  (`linker_hooks`), and the compute quota (`quota_hooks`).
 
 A server that was not asked for DualPath runs as if it were not installed. On a version of SGLang
 that it does not know, DualPath touches nothing and refuses to be asked for.
@@ -49,11 +49,12 @@ def register() -> None:
     # Hooks import what they hook, so they wait for a process that needs it. The detokenizer and
     # the launcher, which load plugins as well, do not.
     if any(module in sys.modules for module in _SCHEDULER_MODULES):
-        from dualpath_sglang import controller_hooks, hint_hooks, linker_hooks
+        from dualpath_sglang import controller_hooks, hint_hooks, linker_hooks, quota_hooks
 
         controller_hooks.register()
         hint_hooks.register()
         linker_hooks.register()
+        quota_hooks.register()
 
 
 def sglang_version() -> str:

@@ -29,6 +29,8 @@ _MARK = f"|dp{_VERSION}|"
 # SGLang numbers the requests that come of one (several samples, several prompts): "<rid>_0".
 _SUFFIX = re.compile(r"\|dp1\|([!-{}~]*)\|(?:_[0-9]{1,9}){0,3}\Z")
 _WEIGHT = re.compile(r"[0-9]{1,4}(\.[0-9]{1,24})?(e-[0-9]{1,3})?\Z")
+_ALONE = "!"
+"""Before the nodes: their blocks are wanted by one server."""
 _LONGEST = MAX_SHARES * (3 * MAX_NAME + 40) + 64
 """Characters of a hint at the end of a request id, at most."""
 
@@ -40,12 +42,15 @@ class ReadHint:
     Args:
         shares: names of nodes, each once, and the part that each reads, above 0. The parts sum
             up to 1.
+        shared: whether prefill and decode server both read the hit. When only one of them does,
+            the share of its own machine need not go through the agent there, which costs speed.
 
     Raises:
         ValueError: that is not so, or it is more than a request can carry.
     """
 
     shares: tuple[tuple[str, float], ...]
+    shared: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < len(self.shares) <= MAX_SHARES:
@@ -67,7 +72,7 @@ def into_rid(rid: str, hint: ReadHint) -> str:
     What is added is printable ASCII without blanks, whatever the nodes are called.
     """
     listed = ",".join(f"{quote(name, safe='')}={float(weight)!r}" for name, weight in hint.shares)
-    return f"{without_hint(rid)}{_MARK}{listed}|"
+    return f"{without_hint(rid)}{_MARK}{'' if hint.shared else _ALONE}{listed}|"
 
 
 def without_hint(rid: str) -> str:
@@ -82,12 +87,13 @@ def from_rid(rid: str) -> ReadHint | None:
     if found is None:
         return None
     shares = []
-    for part in found[1].split(","):
+    listed = found[1].removeprefix(_ALONE)
+    for part in listed.split(","):
         name, equals, weight = part.partition("=")
         if not equals or _WEIGHT.match(weight) is None:
             return None
         shares.append((unquote(name), float(weight)))
-    return _hint(shares)
+    return _hint(shares, shared=listed == found[1])
 
 
 def _suffix(rid: str) -> tuple[int, str] | None:
@@ -99,7 +105,9 @@ def _suffix(rid: str) -> tuple[int, str] | None:
 
 def kv_hints(hint: ReadHint, message_id: str) -> dict[str, object]:
     """SGLang's envelope for a request to ``/generate``, as JSON has it."""
-    payload = {"shares": [[name, weight] for name, weight in hint.shares]}
+    payload: dict[str, object] = {"shares": [[name, weight] for name, weight in hint.shares]}
+    if not hint.shared:
+        payload["shared"] = False
     action = {
         "action_id": "read",
         "action_type": _TYPE,
@@ -117,8 +125,9 @@ def from_kv_hints(envelope: object) -> ReadHint | None:
     try:
         for action in _list(_get(envelope, "actions")):
             if (_get(action, "action_type"), _get(action, "action_version")) == (_TYPE, _VERSION):
-                shares = _list(_get(_get(action, "payload"), "shares"))
-                return _hint((name, weight) for name, weight in shares)
+                payload = _get(action, "payload")
+                shares = ((name, weight) for name, weight in _list(_get(payload, "shares")))
+                return _hint(shares, shared=_get(payload, "shared") is not False)
     except Exception:  # noqa: BLE001 -- whatever it is, it is no hint
         return None
     return None
@@ -132,10 +141,11 @@ def _list(value: object) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else []
 
 
-def _hint(shares: Iterable[tuple[object, object]]) -> ReadHint | None:
+def _hint(shares: Iterable[tuple[object, object]], *, shared: bool) -> ReadHint | None:
     """None when they cannot be those of a hint."""
     try:
-        return ReadHint(tuple((_name(name), _weight(weight)) for name, weight in shares))
+        checked = tuple((_name(name), _weight(weight)) for name, weight in shares)
+        return ReadHint(checked, shared)
     except (ValueError, OverflowError):
         return None
 

@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 
 _WORDS = (
@@ -161,16 +162,22 @@ class Endpoint:
         url: base URL, with /v1.
         model: its name; by default the first that the server offers.
         api_key: when the server wants one.
+        client: sends the requests, where they are to be looked at.
 
     Raises:
         openai.OpenAIError: the server cannot be reached or offers no model.
     """
 
     def __init__(
-        self, url: str, model: str | None = None, api_key: str = "none", timeout_s: float = 600.0
+        self,
+        url: str,
+        model: str | None = None,
+        api_key: str = "none",
+        timeout_s: float = 600.0,
+        client: httpx.Client | None = None,
     ) -> None:
         self._client: Any = openai.OpenAI(
-            base_url=url, api_key=api_key, timeout=timeout_s, max_retries=0
+            base_url=url, api_key=api_key, timeout=timeout_s, max_retries=0, http_client=client
         )
         offered = list(self._client.models.list())
         if model is None and not offered:

@@ -91,6 +91,11 @@ class Agent:
                 stderr=log,
             )
 
+    @property
+    def pid(self) -> int | None:
+        """Of its process; None before it was started."""
+        return None if self._process is None else self._process.pid
+
     def kill(self) -> None:
         """SIGKILL."""
         if self._process is not None:

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 CPU_ENVIRONMENT = {
@@ -112,6 +113,16 @@ class Server:
             process.poll()
             time.sleep(0.05)
         process.wait()
+
+    def workers(self) -> list[int]:
+        """Processes that it has started: all but the one that speaks HTTP."""
+        if self._process is None:
+            return []
+        try:
+            children = psutil.Process(self._process.pid).children(recursive=True)
+        except psutil.Error:
+            return []
+        return [child.pid for child in children]
 
     def flush(self) -> None:
         """Drop what is cached in device and host memory; storage stays.

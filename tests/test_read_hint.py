@@ -34,7 +34,8 @@ JSON = st.recursive(
 def hints(draw: st.DrawFn) -> ReadHint:
     names = draw(st.lists(NAMES, min_size=1, max_size=MAX_SHARES, unique=True))
     parts = [draw(st.floats(1e-9, 1)) for _ in names]
-    return ReadHint(tuple((n, p / sum(parts)) for n, p in zip(names, parts, strict=True)))
+    shares = tuple((n, p / sum(parts)) for n, p in zip(names, parts, strict=True))
+    return ReadHint(shares, draw(st.booleans()))
 
 
 @settings(deadline=None, max_examples=50)

@@ -10,6 +10,7 @@ import typer
 from dualpath_sglang.cli.adopt import adopt
 from dualpath_sglang.cli.care import clear, scan, verify
 from dualpath_sglang.cli.node import node
+from dualpath_sglang.cli.profile import profile
 from dualpath_sglang.cli.qos import qos
 from dualpath_sglang.cli.quota import quota
 from dualpath_sglang.cli.router import router
@@ -27,7 +28,10 @@ app = typer.Typer(
     epilog="Exit status: 0 all is well, 1 damage was found and is still there, 2 it could not be "
     "done.",
 )
-COMMANDS = (status, verify, scan, clear, quota, adopt, inspect, config, node, router, qos, sizing)
+COMMANDS = (
+    *(status, verify, scan, clear, quota, adopt, inspect, config, node, router),
+    *(profile, qos, sizing),
+)
 for command in COMMANDS:
     app.command()(command)
 

@@ -134,15 +134,14 @@ class Peers:
         """See :class:`OtherPaths`."""
         if self.options.policy == "local":
             return None
-        sides = [self._side_of(machine, geometry) for machine, _ in hint.shares]
+        sides = [self._side_of(machine, geometry, hint.shared) for machine, _ in hint.shares]
         return [sides[i] for i in assign(keys, [weight for _, weight in hint.shares])]
 
-    def _side_of(self, machine: str, geometry: Geometry) -> str | None:
+    def _side_of(self, machine: str, geometry: Geometry, shared: bool) -> str | None:
         """Who reads for a machine; of several agents the same one, whoever looks."""
-        own = self._own
         if machine == self.options.machine:
-            usable = own is not None and own.usable(geometry.id_bytes)
-            return own.name if own is not None and usable else LOCAL
+            own = self._own if shared else None
+            return LOCAL if own is None or not own.usable(geometry.id_bytes) else own.name
         with self._lock:
             named = [peer for n, peer in self._peers.items() if self._machines.get(n) == machine]
         return min((p.name for p in named if p.usable(geometry.id_bytes)), default=None)

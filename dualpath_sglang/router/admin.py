@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -101,8 +102,10 @@ class Membership:
                 continue
             if spec.name != name:
                 continue
-            if name not in wanted or (spec.node and state == "ready"):
-                wanted[name] = (spec, "admin")
+            known = wanted.get(name)
+            if known is None or state == "ready":
+                node = spec.node or (known[0].node if known else "")
+                wanted[name] = (replace(spec, node=node), "admin")
             if state == "draining":
                 draining.add(name)
         for engine in self._registry:

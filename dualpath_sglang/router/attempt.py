@@ -8,6 +8,7 @@ server would else wait minutes for KV that never comes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -57,6 +58,7 @@ class Aborter:
         self._headers = dict(headers)
         self._tasks: set[asyncio.Task[None]] = set()
         self._some = asyncio.Semaphore(_ABORTS_AT_ONCE)
+        self._ending = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -78,6 +80,7 @@ class Aborter:
 
     async def close(self, timeout_s: float = _ABORT_S) -> None:
         """Wait for what was begun."""
+        self._ending.set()
         if self._tasks:
             await asyncio.wait(list(self._tasks), timeout=timeout_s)
         for task in list(self._tasks):
@@ -86,7 +89,8 @@ class Aborter:
     async def _abort(self, engine: Engine, rids: Sequence[str], again: bool) -> None:
         await asyncio.gather(*(self._tell(engine, rid) for rid in rids))
         if again:
-            await asyncio.sleep(_ABORT_AGAIN_S)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), _ABORT_AGAIN_S)
             await asyncio.gather(*(self._tell(engine, rid) for rid in rids))
 
     async def _tell(self, engine: Engine, rid: str) -> None:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from urllib.parse import quote
 
 import aiohttp
 import orjson
@@ -31,6 +32,10 @@ logger = logging.getLogger(__name__)
 _MOST_PARSED = 1 << 20
 """A longer prefill answer is not looked at for token counts."""
 _GONE = 499
+PREFILL_HEADER = "x-dualpath-prefill"
+DECODE_HEADER = "x-dualpath-decode"
+READ_HEADER = "x-dualpath-read"
+"""Of an answer: the engines that served it, and the nodes that were to read its hit."""
 
 
 @dataclass(slots=True, eq=False)
@@ -153,7 +158,7 @@ class Forwarder:
                     if not got.refused:
                         self._remember(asked, incoming, seat, found)
                     outcome = "refused" if got.refused else "ok"
-                    return _whole(got), outcome
+                    return _whole(got, self._told(seat)), outcome
                 self._remember(asked, incoming, seat, found)
                 return await self._stream(request, attempt, got)
             except UpstreamError as error:
@@ -264,6 +269,16 @@ class Forwarder:
         except ValueError:
             return None
 
+    def _told(self, seat: Seat) -> dict[str, str]:
+        """Where a request went, for the client's log: names of engines, and of who reads."""
+        hint = self._hint(seat)
+        nodes = () if hint is None else [quote(name) for name, _ in hint.shares]
+        return {
+            PREFILL_HEADER: seat.prefill.name,
+            DECODE_HEADER: seat.decode.name,
+            READ_HEADER: ",".join(nodes),
+        }
+
     def _headers(self, headers: Mapping[str, str]) -> dict[str, str]:
         passed = {name: headers[name] for name in PASSED_ON if name in headers}
         passed["Content-Type"] = "application/json"
@@ -301,7 +316,11 @@ class Forwarder:
         self, request: web.Request, attempt: Attempt, stream: Stream
     ) -> tuple[web.StreamResponse, str]:
         response = web.StreamResponse(
-            headers={"Content-Type": stream.content_type, "Cache-Control": "no-cache"}
+            headers={
+                "Content-Type": stream.content_type,
+                "Cache-Control": "no-cache",
+                **self._told(attempt.seat),
+            }
         )
         await response.prepare(request)
         outcome = "ok"
@@ -318,10 +337,9 @@ class Forwarder:
         return response, outcome
 
 
-def _whole(answer: Answer) -> web.Response:
-    return web.Response(
-        body=answer.body, status=answer.status, headers={"Content-Type": answer.content_type}
-    )
+def _whole(answer: Answer, told: Mapping[str, str]) -> web.Response:
+    headers = {"Content-Type": answer.content_type, **told}
+    return web.Response(body=answer.body, status=answer.status, headers=headers)
 
 
 def rid_of(raw: bytes) -> str:

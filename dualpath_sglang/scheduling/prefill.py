@@ -33,26 +33,35 @@ class Algorithm1:
         self._alpha = alpha
         self._beta = beta
         self._nodes = [engine.node for engine in loads.engines]
-        self._order = sorted(self._key(i) for i in range(len(loads.engines)))
+        # By tokens. Read queues only grow within a round: who is over alpha stays so.
+        self._short = sorted(self._key(i) for i in range(len(loads.engines)))
+        self._long: list[tuple[int, int, int]] = []
+        self._is_long: set[int] = set()
 
     @property
     def full(self) -> bool:
         """Whether all are in C1, so that no request whatever can be given to any of them."""
-        return not self._order or self._order[0][0] > self._beta
+        return not any(order and order[0][0] <= self._beta for order in (self._short, self._long))
 
     def choose(self, request: Request) -> int | None:
         """Index of the PE for the request; None: all are in C1, or excluded."""
-        second_choice: int | None = None
-        for tokens, _, i in self._order:
+        excluded, names = request.excluded, self._loads.names
+        place = 0
+        while place < len(self._short) and self._short[place][0] <= self._beta:
+            i = self._short[place][2]
+            if self._queues.length(self._nodes[i]) > self._alpha:
+                insort(self._long, self._short.pop(place))
+                self._is_long.add(i)
+            elif excluded and names[i] in excluded:
+                place += 1
+            else:
+                return i
+        for tokens, _, i in self._long:
             if tokens > self._beta:
                 break
-            if request.excluded and self._loads.names[i] in request.excluded:
-                continue
-            if self._queues.length(self._nodes[i]) <= self._alpha:
+            if not (excluded and names[i] in excluded):
                 return i
-            if second_choice is None:
-                second_choice = i
-        return second_choice
+        return None
 
     def may_return(self, i: int, request: Request, over_beta: float) -> bool:
         """Whether the request may go there because its prefix is warm there."""
@@ -63,9 +72,10 @@ class Algorithm1:
 
     def assign(self, i: int, request: Request) -> None:
         """Count the request to the PE with this index."""
-        del self._order[bisect_left(self._order, self._key(i))]
+        order = self._long if i in self._is_long else self._short
+        del order[bisect_left(order, self._key(i))]
         self._loads.assign(i, request)
-        insort(self._order, self._key(i))
+        insort(order, self._key(i))
 
     def _key(self, i: int) -> tuple[int, int, int]:
         return (self._loads.tokens[i], self._loads.requests[i], i)

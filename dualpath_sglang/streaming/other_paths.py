@@ -58,9 +58,9 @@ class OtherPaths(Protocol):
 
         Returns:
             By block: the agent of the node that every server finds for it, this machine's own
-            among them; :data:`LOCAL` for this machine when its agent cannot be asked; None when
-            the node is not known, or cannot be asked now. None altogether when hints are not
-            followed here.
+            among them; :data:`LOCAL` for this machine when its agent cannot be asked, or need
+            not be; None when the node is not known, or cannot be asked now. None altogether when
+            hints are not followed here.
         """
         ...
 

@@ -116,6 +116,8 @@ class RemoteSide:
             shares: Sequence[Share]
             if nearby is not None:
                 shares = [Share(nearby, 0, blocks)]
+            elif hinted is not None and {*hinted} == {LOCAL}:
+                shares, hinted = [Share(LOCAL, 0, blocks)], None
             elif hinted is not None:
                 shares = []
             else:

@@ -62,9 +62,11 @@ class Hinted:
     reader: HostReader
     hits: list[Hit] = field(default_factory=list)
 
-    def read(self, shares: dict[str, float] | None, seconds: float = 20.0) -> bool:
+    def read(
+        self, shares: dict[str, float] | None, seconds: float = 20.0, *, shared: bool = True
+    ) -> bool:
         """Whether all of it was read and is right."""
-        hint = None if shares is None else ReadHint(tuple(shares.items()))
+        hint = None if shares is None else ReadHint(tuple(shares.items()), shared)
         if self.mode == "hicache":
             return read_into_host(self.reader, self.pool, self.keys, hint, seconds)
         hit = self.nodes.prefill.hit("r", self.pool, COUNT, stored=False)
@@ -206,6 +208,19 @@ def test_of_a_node_that_nobody_knows_the_servers_own_rule_decides(
     expected = bed.shares(shares)
     assert bed.read_by == {"d0": expected["d0"], "here": expected["nobody"]}
     assert bed.kinds == {"replaced": 1}
+    bed.nodes.idle()
+
+
+@slow
+@pytest.mark.parametrize("shares", [{"own": 1.0}, {"own": 0.5, "d0": 0.5}])
+def test_what_one_server_alone_wants_it_reads_itself_where_it_is_its_machines(
+    hinted: Callable[..., Hinted], shares: dict[str, float]
+) -> None:
+    bed = hinted(policy="peer")
+    assert bed.read(shares, shared=False)
+    assert "own" not in bed.read_by
+    assert bed.read_by.get("d0", 0) == bed.shares(shares).get("d0", 0)
+    assert bed.kinds == {"honoured": 1}
     bed.nodes.idle()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import signal
 import subprocess
@@ -79,6 +80,16 @@ class Bed:
         )
 
 
+def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A test on an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+
+    return run
+
+
 async def until(what: Callable[[], bool | Awaitable[bool]], timeout_s: float = WAIT_S) -> None:
     """Wait for something to be so."""
     end = time.monotonic() + timeout_s
@@ -119,7 +130,7 @@ async def bed(
         )
         here = Bed(router, f"http://127.0.0.1:{port}", stubs[:prefills], stubs[prefills:], http)
         if ready:
-            await until(lambda: all(engine.ready for engine in router.registry))
+            await until(lambda: all(e.heard_at is not None for e in router.registry))
         yield here
 
 

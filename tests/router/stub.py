@@ -36,6 +36,8 @@ class Behaviour:
     """Answers requests so."""
     fail_next: int = 0
     """How many more requests fail with status 500."""
+    fail_s: float = 0.0
+    """After how long."""
     abort_first: bool = False
     """A stream begins with an abort, as after a failed transfer."""
     die_after: int = -1
@@ -172,6 +174,7 @@ class Stub:
         do = self.do
         if do.fail_next > 0:
             do.fail_next -= 1
+            await asyncio.sleep(do.fail_s)
             return web.json_response({"detail": "a stub was told to fail"}, status=500), "failed"
         if do.status:
             error = {"object": "error", "message": "a stub was told so", "code": do.status}

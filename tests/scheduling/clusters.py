@@ -65,7 +65,7 @@ class Dice:
 
     def cluster(self, prefill: int, decode: int) -> Cluster:
         """With so many engines."""
-        groups = {node: self.one_of("ab") for node in NODES}
+        groups = {node: self.one_of("abc") for node in NODES}
         decode_nodes = [self.one_of(NODES) for _ in range(decode)]
         loads = [(self.tokens(), self.tokens()) for _ in range(decode)]
         return Cluster(

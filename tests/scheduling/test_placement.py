@@ -59,6 +59,13 @@ def test_a_pe_over_beta_gets_nothing_even_where_the_others_read_much() -> None:
     assert prefills(requests(1, 1), cluster, alpha=100, beta=50) == ["p1"], "then it is over too"
 
 
+def test_beta_holds_for_the_second_choice_too() -> None:
+    cluster = Cluster(pes(0, 50), ONE_DE, {"n1": 900})
+    elsewhere = [Request(f"r{i}", 1, excluded=frozenset({"p0"})) for i in range(2)]
+    assert prefills(elsewhere, cluster, alpha=100, beta=50) == ["p1"]
+    assert prefills(elsewhere, cluster, alpha=100, beta=51) == ["p1", "p1"]
+
+
 def test_a_prompt_longer_than_beta_is_placed() -> None:
     result = place(requests(1000, 1), Cluster(pes(0), ONE_DE), Rules(beta=10))
     assert placed(result) == [("r0", "p0", "d0")]
@@ -112,6 +119,8 @@ def test_z_counts_what_fits_the_groups_memory_and_no_more() -> None:
     engines = de("d0", 60, free=20, requests=0), de("d1", 50, free=20, requests=9)
     queue = requests(10, 1000)
     assert decodes(queue, *engines) == ["d1"]
+    # It ends there: with the 30 that would fit in what is left, Z would be 78.75 and d0 below it.
+    assert decodes(requests(10, 1000, 30), *engines) == ["d1"]
     # Had r1 counted, Z would be 588 and d0, with fewer requests, below it.
     roomy = [replace(engine, free_tokens=2000) for engine in engines]
     assert decodes(queue, *roomy) == ["d0", "d1"]
@@ -145,6 +154,11 @@ def test_what_waits_behind_a_request_for_which_its_group_has_no_memory() -> None
     assert [r.id for r in paper.waiting] == ["r0"]
 
 
+def test_a_request_spills_to_the_group_with_the_fewest_tokens() -> None:
+    full = de("a0", 0, free=0, group="a")
+    assert decodes(requests(9), full, de("b0", 50, group="b"), de("c0", 10, group="c")) == ["c0"]
+
+
 def test_in_the_paper_the_head_of_a_group_holds_up_that_group_alone() -> None:
     engines = (de("a0", 0, free=50, group="a"), de("b0", 200, free=500, group="b"))
     # a has 0, 100, 110, 205: the last one goes to b.
@@ -160,6 +174,17 @@ def test_whether_others_pass_one_that_fits_nowhere(when_blocked: str, passed: li
     result = place(requests(100, 10, 10), Cluster(pes(0), engines), rules)
     assert [p.request for p in result.placements] == passed
     assert [r.id for r in result.waiting] == [f"r{i}" for i in range(3) if f"r{i}" not in passed]
+
+
+@pytest.mark.parametrize(("when_blocked", "passed"), [("spill", 0), ("group", 0), ("pass", 1)])
+def test_who_waits_behind_one_that_may_not_have_the_only_free_pe(
+    when_blocked: str, passed: int
+) -> None:
+    queue = [Request("r0", 1, excluded=frozenset({"p0"})), Request("r1", 1)]
+    rules = Rules(beta=50, when_blocked=when_blocked)
+    result = place(queue, Cluster(pes(0, 100), ONE_DE), rules)
+    assert placed(result) == [("r1", "p0", "d0")] * passed
+    assert [r.id for r in result.waiting] == ["r0", "r1"][: 2 - passed]
 
 
 # Requests that no engine, or not every engine, may have.

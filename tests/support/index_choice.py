@@ -29,10 +29,10 @@ def source(index: str | None = None) -> IndexSource:
 
 
 @contextmanager
-def index_of(root: Path) -> Iterator[Index]:
-    """The index of a store, seen from outside."""
+def index_of(root: Path, setting: str | None = None) -> Iterator[Index]:
+    """The index of a store, seen from outside; of this test run, or by that setting."""
     index: Index
-    chosen = source()
+    chosen = source(setting)
     if isinstance(chosen, RedisSource):
         index = open_redis_index(
             chosen.settings, store_id(root), lookup_timeout_s=10.0, read_only=True

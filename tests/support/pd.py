@@ -22,16 +22,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from dualpath_sglang.index.base import Report
 from dualpath_sglang.kvcache import KVCache
+from dualpath_storage import Geometry
 from tests.node.agents import AgentProcess, Place, agents
 from tests.support.pd_hooks import Transfers
 from tests.support.redis_server import RedisServer
 from tests.support.server import Answer, Server, free_port, hicache_flags
 from tests.support.server_faults import Faults
+from tests.support.stores import chain, corrupt, geometries
 from tests.support.streaming import PAGE_TOKENS, SETTINGS, Background, wait_for
 
-Mode = Literal["streaming", "hicache", "none"]
-"""How a server uses DualPath; none: not at all."""
+Mode = Literal["streaming", "hicache", "offload", "none"]
+"""How a server uses DualPath; streaming: by the flag alone; offload: it stores what it decodes, and
+restores nothing; none: not at all."""
 
 ENVIRONMENT = {
     "SGLANG_HOST_IP": "127.0.0.1",
@@ -118,8 +122,8 @@ class PdCluster:
         folder: for logs, the store, and machines.
         prefill, decode: how many servers; each takes about 1 GB.
         prefill_mode: how prefill servers use DualPath.
-        decode_mode: `hicache`: they restore prefixes themselves; `none`: all KV comes from prefill;
-            `streaming`: the flag alone.
+        decode_mode: the same for decode servers, which restore prefixes with `hicache` and with
+            `streaming`; else all KV comes from prefill.
         agents: whether each machine runs an agent. Servers never start one.
         settings: of DualPath, for all.
         flags: of servers, by role, beside those that are needed.
@@ -230,6 +234,23 @@ class PdCluster:
         for name in names or self.engines:
             self[name].server.flush()
 
+    # ---- the store
+
+    @property
+    def geometry(self) -> Geometry:
+        """Of the KV pool, once there is a page."""
+        return geometries(self.root)["kv"]
+
+    def corrupt(self, page: int, layer: int = 1) -> None:
+        """Flip a byte of a page of the longest prompt that is stored."""
+        key = chain(self.root, index_setting=self.redis.url)[page]
+        corrupt(self.root, key, layer, index_setting=self.redis.url)
+
+    def reports(self) -> list[Report]:
+        """What servers and agents say about themselves in the index."""
+        with self.cache() as cache:
+            return list(cache.index.nodes().values())
+
     # ---- figures
 
     def figures(self) -> Figures:
@@ -282,9 +303,12 @@ class PdCluster:
 
 
 def _mode_flags(role: str, mode: Mode, config: Mapping[str, Any]) -> list[str]:
-    if mode == "streaming":
+    if mode in ("streaming", "offload"):
+        offload = ["--disaggregation-decode-enable-offload-kvcache"] if mode == "offload" else []
+        # SGLang reads a decode server's own threshold, of 256 tokens, and policy.
+        config = {**config, "prefetch_threshold": PAGE_TOKENS}
         extra = ["--hicache-storage-backend-extra-config", json.dumps(dict(config))]
-        return ["--hicache-storage-backend", "dualpath", *extra]
+        return ["--hicache-storage-backend", "dualpath", *extra, *offload]
     restores = ["--disaggregation-decode-enable-radix-cache"] if role == "decode" else []
     if mode == "hicache":
         return [

@@ -32,10 +32,10 @@ def block_count(root: Path, pool: str = "kv") -> int:
         return sum(1 for _ in index.entries(geometry))
 
 
-def chain(root: Path, pool: str = "kv") -> list[bytes]:
+def chain(root: Path, pool: str = "kv", index_setting: str | None = None) -> list[bytes]:
     """Keys of the longest chain of a pool, parents first."""
     geometry = geometries(root)[pool]
-    with index_of(root) as index:
+    with index_of(root, index_setting) as index:
         parents = {entry.key: entry.parent for entry in index.entries(geometry)}
 
     def line(key: bytes) -> list[bytes]:
@@ -48,10 +48,12 @@ def chain(root: Path, pool: str = "kv") -> list[bytes]:
     return max((line(key) for key in parents), key=len)
 
 
-def corrupt(root: Path, key: bytes, layer: int, pool: str = "kv") -> None:
+def corrupt(
+    root: Path, key: bytes, layer: int, pool: str = "kv", index_setting: str | None = None
+) -> None:
     """Flip a byte of one layer of one block."""
     geometry = geometries(root)[pool]
-    with index_of(root) as index:
+    with index_of(root, index_setting) as index:
         place = index.lookup(geometry, [key])[0]
     assert place is not None, "no such block"
     path = segment_path(root / geometry.id, place.segment)
