@@ -232,6 +232,8 @@ class Dispatcher:
         node_rates = list(self._reads.rates().values())
         read = sum(node_rates) / len(node_rates) if node_rates else options.read_rate
         path: ReadPath = "shorter_queue" if options.path == "free" else options.path
+        if options.policy == "round_robin" and path == "shorter_queue":
+            path = "alternate"  # nor do read queues count
         return Rules(
             policy=options.policy,
             path=path,

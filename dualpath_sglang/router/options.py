@@ -119,7 +119,8 @@ class RouterOptions:
         host, port: where it listens; port 0 takes any.
         engines: known from the start.
         group: routers of one group on one Redis share engines and sessions.
-        policy: the paper's scheduling, or its ablation.
+        policy: the paper's scheduling, or its ablation, in which sides read in turn too unless
+            ``path`` names others.
         path: who is told to read a hit; ``free`` tells nobody.
         affinity: whether sessions return to where their prefix is warm.
         alpha_s, beta_s: the paper's 3 and 5 seconds.
