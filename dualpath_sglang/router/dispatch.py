@@ -24,7 +24,7 @@ from dualpath_sglang.scheduling.engines import Cluster, Request
 from dualpath_sglang.scheduling.placement import Placement, Round, Rules, place
 from dualpath_sglang.scheduling.rules import ReadPath
 
-_AT_ONCE = 256
+_AT_ONCE = 64
 """Requests of the queue's head that one call of the scheduler looks at."""
 
 
