@@ -156,8 +156,23 @@ class LoadPoller:
             raise LoadError(f"it is no {engine.role} server: its mode is {load.mode}")
         if engine.dead and engine.load is not None and self._still_stuck(engine, load):
             return
+        if engine.model is None:
+            engine.model = await self._model(engine, headers, within)
         self._watch(time.monotonic() - began)
         self._registry.heard(engine, load, own_requests, own_tokens)
+
+    async def _model(
+        self, engine: Engine, headers: dict[str, str], within: aiohttp.ClientTimeout
+    ) -> str:
+        """The name of what it serves; empty when it does not say."""
+        async with self._session.get(
+            f"{engine.spec.url}/v1/models", headers=headers, timeout=within
+        ) as answer:
+            body = await answer.read()
+        try:
+            return str(orjson.loads(body)["data"][0]["id"]) if answer.status == 200 else ""
+        except (ValueError, TypeError, LookupError):
+            return ""
 
     @staticmethod
     def _still_stuck(engine: Engine, load: Load) -> bool:

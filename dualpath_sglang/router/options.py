@@ -119,6 +119,7 @@ class RouterOptions:
         host, port: where it listens; port 0 takes any.
         engines: known from the start.
         group: routers of one group on one Redis share engines and sessions.
+        model: name of the model that engines must serve; empty for that of the first.
         policy: the paper's scheduling, or its ablation, in which sides read in turn too unless
             ``path`` names others.
         path: who is told to read a hit; ``free`` tells nobody.
@@ -148,6 +149,7 @@ class RouterOptions:
     port: int = 8000
     engines: tuple[EngineSpec, ...] = ()
     group: str = "default"
+    model: str = ""
     policy: Policy = "dualpath"
     path: Path = "shorter_queue"
     affinity: bool = True

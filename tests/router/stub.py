@@ -50,6 +50,7 @@ class Behaviour:
     foreign_requests: int = 0
     foreign_tokens: int = 0
     capacity: int = CAPACITY
+    model: str = "tiny"
     prompt_tokens: int = 0
     """Told in answers; 0: one a word."""
 
@@ -112,7 +113,9 @@ class Stub:
         )
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+        return web.json_response(
+            {"object": "list", "data": [{"id": self.do.model, "object": "model"}]}
+        )
 
     async def _v1_loads(self, request: web.Request) -> web.Response:
         if self._loads is None or not self.do.frozen:
