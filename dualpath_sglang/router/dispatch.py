@@ -19,6 +19,7 @@ from typing import Protocol
 from dualpath_sglang.router.engines import Engine, Registry
 from dualpath_sglang.router.nodes import ReadQueues
 from dualpath_sglang.router.options import RouterOptions
+from dualpath_sglang.router.tokens import HitShare
 from dualpath_sglang.scheduling.engines import Cluster, Request
 from dualpath_sglang.scheduling.placement import Placement, Round, Rules, place
 from dualpath_sglang.scheduling.rules import ReadPath
@@ -130,6 +131,7 @@ class Dispatcher:
         self._turns = (0, 0, 0)
         self._due = False
         self.rounds = 0
+        self.hits = HitShare()
         registry.changed = self.changed
 
     def __len__(self) -> int:
@@ -224,7 +226,9 @@ class Dispatcher:
         options = self._options
         engines = self._registry.ready("prefill")
         rates = [e.compute_rate for e in engines if e.compute_rate]
-        compute = sum(rates) / len(rates) if rates else options.prefill_rate
+        compute = options.prefill_rate
+        if rates:  # of tokens that are computed; what is queued are tokens of prompts
+            compute = self.hits.factor * sum(rates) / len(rates)
         node_rates = list(self._reads.rates().values())
         read = sum(node_rates) / len(node_rates) if node_rates else options.read_rate
         path: ReadPath = "shorter_queue" if options.path == "free" else options.path
