@@ -318,9 +318,9 @@ class Forwarder:
         engine = seat.prefill if error.role == "prefill" else seat.decode
         parts.metrics.failures.labels(error.role, error.failure).inc()
         logger.debug("%s failed a request: %s", engine.name, error.message)
-        if error.failure == "connect":
-            parts.registry.refused(engine, "it cannot be reached", at_once=True)
-        elif error.failure == "lost":
+        if error.failure == "refused":
+            parts.registry.refused(engine, "nobody listens there", at_once=True)
+        elif error.failure in ("connect", "lost"):
             parts.poller.ask_now(engine)
         answered = attempt is not None and attempt.prefill_answered
         if error.role == "decode" and error.failure in ("status", "abort") and not answered:

@@ -20,6 +20,7 @@ import orjson
 
 from dualpath_sglang.router.engines import Engine, Load, Registry
 from dualpath_sglang.router.options import RouterOptions
+from dualpath_sglang.router.upstream import nobody_listens
 
 logger = logging.getLogger(__name__)
 
@@ -109,12 +110,12 @@ class LoadPoller:
             problem = f"no answer for {dead_after:g} s"
             try:
                 await self._ask(engine, within)
-            except (aiohttp.ClientConnectorError, ConnectionRefusedError):
-                self._registry.refused(engine, "nobody listens there")
             except LoadError as error:
                 problem = str(error)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 logger.debug("%s: %r", engine.name, error)
+                if nobody_listens(error):
+                    self._registry.refused(engine, "nobody listens there")
             except Exception:
                 logger.exception("Asking %s for its load failed", engine.name)
             now = time.monotonic()
