@@ -28,16 +28,6 @@ _ROOMS = 1 << 62
 """Half of what 63 bits give: the prompts of a batch take the following ones."""
 _FIRST_MOST = 16 << 20
 """Bytes of events that are looked at before the first is passed on."""
-PASSED_ON = (
-    "Authorization",
-    "traceparent",
-    "tracestate",
-    "X-Request-Id",
-    "X-Custom-Labels",
-    "X-SMG-Routing-Key",
-    "x-sglext-ids-framed",
-)
-"""Headers of a client that engines see."""
 
 
 class UpstreamError(Exception):
