@@ -50,8 +50,16 @@ class Membership:
         self._settle()
 
     def heard(self, records: Mapping[str, Mapping[str, object]]) -> None:
-        """What was said by a call, at any router."""
-        self._records = dict(records)
+        """What was said by a call, at any router.
+
+        Records are never deleted. One that is missing was lost, with Redis' memory or with the
+        key, and is told again.
+        """
+        lost = {name: record for name, record in self._records.items() if name not in records}
+        if self.shared is not None:
+            for name, record in lost.items():
+                self.shared.put_engine(name, record)
+        self._records = {**lost, **records}
         self._settle()
 
     def join(self, spec: EngineSpec) -> None:
@@ -138,7 +146,8 @@ class AdminApi:
         if not self._key:
             return None
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        if hmac.compare_digest(given.encode(), self._key.encode()):
+        sent = given.encode("utf-8", "surrogateescape")  # whatever bytes the client chose
+        if hmac.compare_digest(sent, self._key.encode()):
             return None
         return error_response(None, 401, "This needs the router's admin key as bearer token")
 

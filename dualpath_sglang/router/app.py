@@ -196,6 +196,8 @@ class Router:
             raise
         except Exception:
             logger.exception("A request failed in the router")
+            if request.writer.output_size:
+                raise  # the answer has begun: only the end of the connection can tell
             return error_response(kind, 500, "The router failed; its log says how")
 
     def _serving(self, kind: Kind) -> Handler:

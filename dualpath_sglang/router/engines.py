@@ -29,7 +29,7 @@ class Load:
         tokens: in memory for them, and of the prompts that wait.
         capacity_tokens: that its memory takes; 0 when it does not say.
         mode: ``prefill``, ``decode`` or ``null``; empty when it does not say.
-        told_at: its own clock, seconds; the oldest rank's.
+        told_at: its own clock, seconds; of the ranks with work the oldest one's.
         prefill_tokens, prefill_busy_us: computed so far, and how long that took.
     """
 

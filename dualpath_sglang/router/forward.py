@@ -21,17 +21,19 @@ from dualpath_sglang.router.errors import error_event, error_response
 from dualpath_sglang.router.loads import LoadPoller
 from dualpath_sglang.router.metrics import Metrics
 from dualpath_sglang.router.options import RouterOptions
-from dualpath_sglang.router.requests import BadRequestError, Incoming, Kind, parse
+from dualpath_sglang.router.requests import PASSED_ON, BadRequestError, Incoming, Kind, parse
 from dualpath_sglang.router.sessions import Sessions, Warm
 from dualpath_sglang.router.shared import Shared
 from dualpath_sglang.router.tokens import TokenEstimator
-from dualpath_sglang.router.upstream import PASSED_ON, Answer, UpstreamError, prompt_tokens
+from dualpath_sglang.router.upstream import Answer, UpstreamError, prompt_tokens
 from dualpath_sglang.scheduling.engines import Request
 
 logger = logging.getLogger(__name__)
 
 _MOST_PARSED = 1 << 20
 """A longer prefill answer is not looked at for token counts."""
+_LARGE = 1 << 18
+"""Bytes of a body that is not taken apart on the event loop: 50 MB of token ids take seconds."""
 _GONE = 499
 _STALL_S = 120.0
 """A client that reads nothing for so long is gone."""
@@ -82,6 +84,7 @@ class Forwarder:
         self._tokens = TokenEstimator()
         self._active: set[Active] = set()
         self._by_rid: dict[str, Active] = {}
+        self._large = asyncio.Semaphore(1)
 
     def __len__(self) -> int:
         """Requests under way."""
@@ -95,7 +98,7 @@ class Forwarder:
             try:
                 async with asyncio.timeout(_READ_S):
                     raw = await request.read()
-                incoming = parse(kind, raw, request.headers)
+                incoming = await self._parsed(kind, raw, request.headers)
             except BadRequestError as error:
                 outcome = "bad_request"
                 return error_response(kind, error.status, error.message, error.param)
@@ -111,6 +114,13 @@ class Forwarder:
                 self._end(active)
         finally:
             self._parts.metrics.requests.labels(kind, outcome).inc()
+
+    async def _parsed(self, kind: Kind, raw: bytes, headers: Mapping[str, str]) -> Incoming:
+        """What :func:`parse` says; a large body holds up nobody else."""
+        if len(raw) <= _LARGE:
+            return parse(kind, raw, headers)
+        async with self._large:
+            return await asyncio.to_thread(parse, kind, raw, headers)
 
     def abort(self, rid: str) -> bool:
         """Have a request given up; whether there is one with that id."""
@@ -322,9 +332,9 @@ class Forwarder:
         engine = seat.prefill if error.role == "prefill" else seat.decode
         parts.metrics.failures.labels(error.role, error.failure).inc()
         logger.debug("%s failed a request: %s", engine.name, error.message)
-        if error.failure == "connect":
-            parts.registry.refused(engine, "it cannot be reached", at_once=True)
-        elif error.failure == "lost":
+        if error.failure == "refused":
+            parts.registry.refused(engine, "nobody listens there", at_once=True)
+        elif error.failure in ("connect", "lost"):
             parts.poller.ask_now(engine)
         answered = attempt is not None and attempt.prefill_answered
         if error.role == "decode" and error.failure in ("status", "abort") and not answered:

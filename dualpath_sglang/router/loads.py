@@ -5,6 +5,9 @@ when nobody listens, or when its HTTP server answers and its scheduler has stopp
 ``GET /v1/loads`` tells what the scheduler published last, and when. A scheduler with work publishes
 after each prefill and every few decode steps, so one that has our requests and tells nothing new
 for ``stuck_after_s`` is dead to us.
+
+What this process itself has slept through (stopped, swapped out, busy) is nobody else's silence:
+after it engines have all their time again.
 """
 
 from __future__ import annotations
@@ -20,10 +23,13 @@ import orjson
 
 from dualpath_sglang.router.engines import Engine, Load, Registry
 from dualpath_sglang.router.options import RouterOptions
+from dualpath_sglang.router.upstream import nobody_listens
 
 logger = logging.getLogger(__name__)
 
 _QUERY = "/v1/loads?include=core,disagg"
+_STALL_S = 0.5
+"""A timer that comes so late says that this process did not run."""
 
 
 class LoadError(ValueError):
@@ -40,13 +46,15 @@ def parse_loads(body: bytes) -> Load:
         ranks = orjson.loads(body)["loads"]
         if not ranks:
             return Load()
+        # A rank without work may sleep, and then tells nothing new.
+        busy = [r for r in ranks if r["num_running_reqs"] + r["num_waiting_reqs"]]
         modes = {(rank.get("disaggregation") or {}).get("mode", "") for rank in ranks}
         return Load(
             requests=sum(r["num_running_reqs"] + r["num_waiting_reqs"] for r in ranks),
             tokens=sum(r["num_total_tokens"] for r in ranks),
             capacity_tokens=sum(r["max_total_num_tokens"] for r in ranks),
             mode=modes.pop() if len(modes) == 1 else "",
-            told_at=min(float(r["timestamp"]) for r in ranks),
+            told_at=min(float(r["timestamp"]) for r in busy or ranks),
             prefill_tokens=sum(r.get("total_prefill_uncached_tokens", 0) for r in ranks),
             prefill_busy_us=sum(r.get("total_prefill_busy_us", 0) for r in ranks),
         )
@@ -100,25 +108,27 @@ class LoadPoller:
 
     async def _follow(self, engine: Engine) -> None:
         wake = self._wake[engine]
-        began = time.monotonic()
+        began = time.monotonic()  # since when silence counts
         dead_after = self._options.dead_after_s
         while True:
             asked = time.monotonic()
-            heard = began if engine.heard_at is None else engine.heard_at
+            heard = max(began, engine.heard_at or began)
             within = dead_after if engine.dead else max(0.1, heard + dead_after - asked)
             problem = f"no answer for {dead_after:g} s"
             try:
                 await self._ask(engine, within)
-            except (aiohttp.ClientConnectorError, ConnectionRefusedError):
-                self._registry.refused(engine, "nobody listens there")
             except LoadError as error:
                 problem = str(error)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 logger.debug("%s: %r", engine.name, error)
+                if nobody_listens(error):
+                    self._registry.refused(engine, "nobody listens there")
             except Exception:
                 logger.exception("Asking %s for its load failed", engine.name)
             now = time.monotonic()
-            heard = began if engine.heard_at is None else engine.heard_at
+            if now - asked > within + _STALL_S:
+                began = engine.told_changed_at = now
+            heard = max(began, engine.heard_at or began)
             if now - heard >= dead_after:
                 self._registry.mark_dead(engine, problem)
             elif self._stuck(engine, now):
@@ -126,9 +136,12 @@ class LoadPoller:
                     engine, f"its scheduler stands still for {self._options.stuck_after_s:g} s"
                 )
             wake.clear()
+            left = max(0.01, self._options.poll_interval_s - (now - asked))
             with contextlib.suppress(TimeoutError):
-                left = max(0.01, self._options.poll_interval_s - (now - asked))
                 await asyncio.wait_for(wake.wait(), left)
+            woke = time.monotonic()
+            if woke - now > left + _STALL_S:
+                began = engine.told_changed_at = woke
 
     def _stuck(self, engine: Engine, now: float) -> bool:
         limit = self._options.stuck_after_s

@@ -24,6 +24,17 @@ SESSION_HEADER = "x-dualpath-session"
 ROUTING_HEADER = "x-smg-routing-key"
 """SGLang's own name for where a request belongs."""
 
+PASSED_ON = (
+    "Authorization",
+    "traceparent",
+    "tracestate",
+    "X-Request-Id",
+    "X-Custom-Labels",
+    "X-SMG-Routing-Key",
+    "x-sglext-ids-framed",
+)
+"""Headers of a client that engines see."""
+
 TEXT_CHUNK = 2048
 """Bytes between two boundaries of a text."""
 IDS_CHUNK = 256
@@ -120,6 +131,9 @@ def parse(kind: Kind, raw: bytes, headers: Mapping[str, str]) -> Incoming:
     Raises:
         BadRequestError: it cannot be served.
     """
+    for name in PASSED_ON:
+        if not _is_text(headers.get(name, "")):
+            raise BadRequestError(f"The header {name} is no text in UTF-8")
     try:
         body = orjson.loads(raw)
     except ValueError as error:
@@ -151,6 +165,15 @@ def parse(kind: Kind, raw: bytes, headers: Mapping[str, str]) -> Incoming:
         user=_named(body.get("user")),
         rids=_rids(body.get("rid"), len(prompts)),
     )  # fmt: skip
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be sent on: bytes that are no UTF-8 come as halves of surrogates."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _refuse_samples(kind: Kind, body: Mapping[str, Any]) -> None:

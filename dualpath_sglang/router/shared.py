@@ -39,6 +39,7 @@ _MOST_BATCHES = 5000
 _MOST_UNSENT = 10_000
 _MOST_IN_BATCH = 200
 """With the former, about 40 MB in Redis at most."""
+_MOST_TOKENS = 1 << 40
 _FAULTS = (RedisError, OSError, TimeoutError, asyncio.TimeoutError)
 
 
@@ -185,7 +186,7 @@ class Shared:
     def _hear(self, text: bytes) -> None:
         try:
             for key, prefill, decode, tokens in orjson.loads(text):
-                if isinstance(key, int) and isinstance(tokens, int):
+                if isinstance(key, int) and _is_count(tokens):
                     self._warm(key, Warm(str(prefill), str(decode), tokens))
         except (ValueError, TypeError):
             logger.debug("Another router says what cannot be read")
@@ -196,3 +197,7 @@ def _entries(entries: Any) -> list[tuple[Any, dict[bytes, bytes]]]:
     if entries and isinstance(entries[0], list) and entries[0] and isinstance(entries[0][0], list):
         return [entry for group in entries for entry in group]
     return list(entries)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST_TOKENS

@@ -7,6 +7,7 @@ rest is a failure, after which the request may be placed again while nothing was
 
 from __future__ import annotations
 
+import errno
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,23 +21,13 @@ from dualpath_sglang.router.engines import Engine
 from dualpath_sglang.router.options import Role
 from dualpath_sglang.router.requests import Incoming, Kind
 
-Failure: TypeAlias = Literal["connect", "status", "lost", "abort", "dead"]
+Failure: TypeAlias = Literal["refused", "connect", "status", "lost", "abort", "dead"]
 Verdict: TypeAlias = Literal["go", "hold", "done"]
 
 _ROOMS = 1 << 62
 """Half of what 63 bits give: the prompts of a batch take the following ones."""
 _FIRST_MOST = 16 << 20
 """Bytes of events that are looked at before the first is passed on."""
-PASSED_ON = (
-    "Authorization",
-    "traceparent",
-    "tracestate",
-    "X-Request-Id",
-    "X-Custom-Labels",
-    "X-SMG-Routing-Key",
-    "x-sglext-ids-framed",
-)
-"""Headers of a client that engines see."""
 
 
 class UpstreamError(Exception):
@@ -116,10 +107,21 @@ def bodies(incoming: Incoming, prefill: Engine, hint: ReadHint | None) -> Bodies
     )
 
 
+def nobody_listens(error: BaseException) -> bool:
+    """Whether a server's machine said that no process is there.
+
+    All else that keeps a connection from being made (a full backlog, a name server, file
+    descriptors or ports that this process has run out of) says nothing about the server.
+    """
+    return isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
+
+
 def failed(role: Role, error: BaseException) -> UpstreamError:
     """What an exception of the HTTP client means."""
     if isinstance(error, UpstreamError):
         return error
+    if nobody_listens(error):
+        return UpstreamError(role, "refused", f"the {role} server refuses connections", 503)
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ServerTimeoutError):
         return UpstreamError(role, "connect", f"the {role} server cannot be reached", 503)
     return UpstreamError(role, "lost", f"the connection to the {role} server was lost")

@@ -1,0 +1,198 @@
+"""What must not go wrong in a router: found by review, each once a fault."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+
+from dualpath_sglang.config import DualPathConfig
+from dualpath_sglang.index.source import RedisSource
+from dualpath_sglang.router import forward
+from dualpath_sglang.router.attempt import Attempt
+from dualpath_sglang.router.loads import parse_loads
+from dualpath_sglang.router.options import EngineSpec
+from dualpath_sglang.router.requests import parse
+from dualpath_sglang.router.sessions import Warm
+from dualpath_sglang.router.shared import Shared
+from dualpath_sglang.router.upstream import failed
+from tests.router.bed import asynchronous, bed, stub_process, until
+from tests.router.stub import serving
+from tests.support.redis_server import RedisServer
+
+TEN = {"max_new_tokens": 10}
+
+
+def connector_error(number: int) -> aiohttp.ClientConnectorError:
+    key: Any = None
+    return aiohttp.ClientConnectorError(key, OSError(number, "so"))
+
+
+def test_only_a_refusal_says_that_nobody_is_there() -> None:
+    assert failed("decode", connector_error(errno.ECONNREFUSED)).failure == "refused"
+    # Our own lack of descriptors or ports, or a slow handshake, is no death of an engine.
+    for ours in (
+        connector_error(errno.EMFILE),
+        connector_error(errno.EADDRNOTAVAIL),
+        aiohttp.ConnectionTimeoutError(),
+    ):
+        assert failed("decode", ours).failure == "connect"
+
+
+@pytest.mark.parametrize("polls", [False, True])
+@asynchronous
+async def test_a_router_without_file_descriptors_does_not_take_engines_for_dead(
+    polls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bed(dead_after_s=20.0, attempts=1) as b:
+        session = b.router._session
+        real: Any = session._request
+
+        async def out_of_descriptors(method: str, url: Any, **given: Any) -> Any:
+            if "/v1/loads" in str(url) and not polls:
+                return await real(method, url, **given)
+            raise connector_error(errno.EMFILE)
+
+        monkeypatch.setattr(session, "_request", out_of_descriptors)
+        assert (await b.generate())[0] == 503
+        await asyncio.sleep(0.3)
+        assert not any(engine.dead for engine in b.router.registry)
+        assert await b.metric("dualpath_router_engine_deaths_total") == 0
+        monkeypatch.undo()
+        assert (await b.generate())[0] == 200
+
+
+@asynchronous
+async def test_what_a_router_sleeps_through_itself_is_no_engines_silence() -> None:
+    slow = {"token_s": 0.2}
+    with stub_process("prefill") as prefill, stub_process("decode", **slow) as decode:
+        engines = tuple(EngineSpec(s.url, s.role, s.port) for s in (prefill, decode))  # type: ignore[arg-type]
+        async with bed(0, 0, extra=engines, dead_after_s=1.0, poll_interval_s=0.1) as b:
+            asked = asyncio.create_task(b.events("/generate", text="a", sampling_params=TEN))
+            decoding = b.router.registry.of("decode")[0]
+            await until(lambda: decoding.own_requests > 0)
+            for _ in range(3):  # at whatever point of the polls
+                time.sleep(1.1)  # nothing runs meanwhile
+                await asyncio.sleep(0.03)
+            told = await asked
+            deaths = await b.metric("dualpath_router_engine_deaths_total")
+        assert told[-1] == "[DONE]"
+        assert not any("error" in event for event in told[:-1])
+        assert deaths == 0
+
+
+def test_a_rank_without_work_may_sleep() -> None:
+    def loads(busy_at: float) -> bytes:
+        ranks = [
+            {"num_running_reqs": n, "num_waiting_reqs": 0, "num_total_tokens": 1}
+            | {"max_total_num_tokens": 9, "timestamp": at}
+            for n, at in ((0, 5.0), (1, busy_at))
+        ]
+        return orjson.dumps({"loads": ranks})
+
+    assert parse_loads(loads(100.0)).told_at == 100.0
+    assert parse_loads(loads(101.0)).told_at == 101.0
+    assert parse_loads(loads(3.0)).told_at == 3.0
+
+
+def test_engines_that_joined_by_a_call_outlive_the_memory_of_redis(tmp_path: Path) -> None:
+    @asynchronous
+    async def test() -> None:
+        index = f"redis://127.0.0.1:{redis.port}"
+        config = DualPathConfig.load({"index": index, "root": str(tmp_path), "index_timeout_s": 1})
+        async with bed(1, 0, config=config, ready=False) as b, serving("decode") as decode:
+            decode.do.token_s = 0.1
+            await b.post("/engines", url=decode.url, role="decode", node="x")
+            await until(lambda: bool(b.router.registry.ready("decode")))
+            key = "dualpath:router:{default}:engines"
+            admin = redis.admin()
+            await until(lambda: bool(admin.hexists(key, decode.name)))
+            asked = asyncio.create_task(b.events("/generate", text="a", sampling_params=TEN))
+            await until(lambda: bool(decode.running))
+            admin.flushall()
+            await until(lambda: bool(admin.hexists(key, decode.name)))  # told again
+            assert b.router.registry.get(decode.name) is not None
+            assert (await asked)[-2]["text"].endswith("w9")
+            admin.close()
+
+    with RedisServer() as redis:
+        test()
+
+
+@pytest.mark.parametrize("tokens", [-1, 1 << 80, True])
+def test_what_another_router_says_wrongly_of_a_session_is_not_believed(tokens: int) -> None:
+    heard: list[tuple[int, Warm]] = []
+    config = DualPathConfig.load({"index": "redis://127.0.0.1:1"}).index_source()
+    assert isinstance(config, RedisSource)
+    shared = Shared(config.settings, "g", lambda _: None, lambda k, w: heard.append((k, w)))
+    shared._hear(json.dumps([[1, "a", "b", 5], [2, "a", "b", tokens]]).encode())
+    assert heard == [(1, Warm("a", "b", 5))]
+
+
+async def raw(url: str, path: str, headers: bytes, body: bytes) -> bytes:
+    """The first line of what a request with these very bytes is answered."""
+    port = int(url.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n".encode()
+    writer.write(head + headers + b"\r\n\r\n" + body)
+    line = await reader.readline()
+    writer.close()
+    return line
+
+
+@asynchronous
+async def test_headers_that_are_no_text_are_the_clients_mistake() -> None:
+    async with bed(admin_key="key", engine_key="engine") as b:
+        body = b'{"text": "a", "sampling_params": {"max_new_tokens": 1}}'
+        for name in (b"X-Request-Id", b"Authorization"):
+            line = await raw(b.url, "/generate", name + b": \xe9\xff", body)
+            assert line.split()[1] == b"400"
+        assert not any(stub.seen for stub in b.stubs)  # nor with the router's own key
+        line = await raw(b.url, "/generate", "X-Request-Id: é".encode(), body)
+        assert line.split()[1] == b"200"
+        line = await raw(b.url, "/engines", b"Authorization: Bearer \xe9\xff", b"{}")
+        assert line.split()[1] == b"401"
+
+
+@asynchronous
+async def test_a_fault_within_a_stream_does_not_end_in_a_second_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def breaks(self: Any, stream: Any) -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Attempt, "chunks", breaks)
+    async with bed() as b:
+        body = {"stream": True, "text": "a"}
+        with pytest.raises(aiohttp.ClientPayloadError):
+            async with b.http.post(b.url + "/generate", json=body) as answer:
+                await answer.read()
+        await until(b.is_empty)
+
+
+@asynchronous
+async def test_a_large_body_does_not_hold_up_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[str] = []
+
+    def noted(*given: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return parse(*given)
+
+    monkeypatch.setattr(forward, "parse", noted)
+    async with bed() as b:
+        assert (await b.generate("a"))[0] == 200
+        assert (await b.generate("a " * 300_000))[0] == 200
+        main = threading.main_thread().name
+        assert [name == main for name in threads] == [True, False]
