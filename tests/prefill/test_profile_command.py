@@ -20,6 +20,7 @@ from tests.support.processes import BASE_ENVIRONMENT
 from tests.support.server import DEFAULT_FLAGS
 
 RUNNER = CliRunner()
+pytestmark = pytest.mark.timeout(600)  # a cold start, on a busy machine
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def profile(*arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **BASE_ENVIRONMENT},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
         check=False,
     )
 
