@@ -240,6 +240,7 @@ class Attempt:
                 chunk = await stream.response.content.readany()
                 if not chunk:
                     break
+                self.seat.decode.told_changed_at = time.monotonic()  # it works
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             if self._dead.done():
                 raise self._dead.result() from None
@@ -307,6 +308,7 @@ class Attempt:
         finally:
             self._prefill_ended()
         self._done.add("prefill")
+        self.seat.prefill.told_changed_at = time.monotonic()  # it works
         if not answer.refused:
             if self._incoming.logprobs:
                 self._logprobs = logprobs.of_prefill(answer.body)

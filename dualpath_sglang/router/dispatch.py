@@ -19,6 +19,7 @@ from typing import Protocol
 from dualpath_sglang.router.engines import Engine, Registry
 from dualpath_sglang.router.nodes import ReadQueues
 from dualpath_sglang.router.options import RouterOptions
+from dualpath_sglang.router.tokens import HitShare
 from dualpath_sglang.scheduling.engines import Cluster, Request
 from dualpath_sglang.scheduling.placement import Placement, Round, Rules, place
 from dualpath_sglang.scheduling.rules import ReadPath
@@ -130,6 +131,7 @@ class Dispatcher:
         self._turns = (0, 0, 0)
         self._due = False
         self.rounds = 0
+        self.hits = HitShare()
         registry.changed = self.changed
 
     def __len__(self) -> int:
@@ -168,10 +170,21 @@ class Dispatcher:
             if not future.done():
                 self._queue.remove(waiting)
                 self.changed()
-            elif future.exception() is None:
+            elif future.exception() is None:  # nobody will sit there
                 self.release(future.result())
             raise
         return future.result()
+
+    def withdraw(self, number: int) -> None:
+        """The request of that turn does not want a place any more, if it still waits for one."""
+        for waiting in self._queue:
+            if waiting.number == number and not waiting.placed.done():
+                waiting.placed.set_exception(
+                    NoPlaceError("The request was aborted", "aborted", 499)
+                )
+                self._queue.remove(waiting)
+                self.changed()
+                return
 
     def release(self, seat: Seat) -> None:
         """A request has ended, or has to be placed again."""
@@ -213,7 +226,9 @@ class Dispatcher:
         options = self._options
         engines = self._registry.ready("prefill")
         rates = [e.compute_rate for e in engines if e.compute_rate]
-        compute = sum(rates) / len(rates) if rates else options.prefill_rate
+        compute = options.prefill_rate
+        if rates:  # of tokens that are computed; what is queued are tokens of prompts
+            compute = self.hits.factor * sum(rates) / len(rates)
         node_rates = list(self._reads.rates().values())
         read = sum(node_rates) / len(node_rates) if node_rates else options.read_rate
         path: ReadPath = "shorter_queue" if options.path == "free" else options.path
@@ -227,6 +242,8 @@ class Dispatcher:
             affinity=options.affinity,
             compute_rate=compute,
             read_rate=read,
+            # A decode server that has DualPath reads hits for itself too.
+            decode_restores=any(e.spec.node for e in self._registry.ready("decode")),
         )
 
     def cluster(self) -> Cluster:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeAlias
 
 from dualpath_sglang.router.options import EngineSpec, Role
@@ -191,12 +191,11 @@ class Registry:
         """Know an engine. One that is known already stays, unless it is another by now."""
         known = self._engines.get(spec.name)
         if known is not None:
-            if known.spec == spec:
+            if known.spec == replace(spec, node=known.spec.node):
+                if spec.node and spec != known.spec:
+                    known.spec, known.node = spec, spec.node  # only now it is known where it is
+                    self.changed()
                 return known
-            if not spec.node and known.spec == EngineSpec(
-                spec.url, spec.role, spec.bootstrap_port, known.spec.node
-            ):
-                return known  # says less
             self.remove(spec.name, "it is another one now")
         engine = Engine(spec, source)
         self._engines[engine.name] = engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -32,6 +33,10 @@ logger = logging.getLogger(__name__)
 _MOST_PARSED = 1 << 20
 """A longer prefill answer is not looked at for token counts."""
 _GONE = 499
+_STALL_S = 120.0
+"""A client that reads nothing for so long is gone."""
+_READ_S = 120.0
+"""Nor may the body of a request take longer."""
 PREFILL_HEADER = "x-dualpath-prefill"
 DECODE_HEADER = "x-dualpath-decode"
 READ_HEADER = "x-dualpath-read"
@@ -43,11 +48,13 @@ class Active:
     """A request under way.
 
     Args:
-        attempt: None while it waits.
+        number: its turn.
+        attempt: None while it waits for the first time.
         aborted: whether the client has said so.
     """
 
     incoming: Incoming
+    number: int
     attempt: Attempt | None = None
     aborted: bool = False
 
@@ -86,11 +93,16 @@ class Forwarder:
         outcome = "cancelled"
         try:
             try:
-                incoming = parse(kind, await request.read(), request.headers)
+                async with asyncio.timeout(_READ_S):
+                    raw = await request.read()
+                incoming = parse(kind, raw, request.headers)
             except BadRequestError as error:
                 outcome = "bad_request"
                 return error_response(kind, error.status, error.message, error.param)
-            active = Active(incoming)
+            except TimeoutError:
+                outcome = "bad_request"
+                return error_response(kind, 408, "The body of the request did not come in time")
+            active = Active(incoming, self._parts.dispatcher.number())
             self._begin(active)
             try:
                 response, outcome = await self._serve(request, active, began)
@@ -108,6 +120,7 @@ class Forwarder:
         active.aborted = True
         if active.attempt is not None:
             active.attempt.abort()
+        self._parts.dispatcher.withdraw(active.number)
         return True
 
     def _begin(self, active: Active) -> None:
@@ -136,36 +149,39 @@ class Forwarder:
         parts, incoming = self._parts, active.incoming
         kind = incoming.kind
         asked, found = self._request(incoming)
-        number = parts.dispatcher.number()
         excluded: frozenset[str] = frozenset()
         last: UpstreamError | None = None
         for count in range(parts.options.attempts):
             if active.aborted:
                 return error_response(kind, _GONE, "The request was aborted"), "aborted"
-            asked = replace(asked, id=f"{number}.{count}", excluded=excluded)
+            asked = replace(asked, id=f"{active.number}.{count}", excluded=excluded)
             try:
-                seat = await parts.dispatcher.place(asked, number)
+                seat = await parts.dispatcher.place(asked, active.number)
             except NoPlaceError as error:
                 message = error.message if last is None else f"{last.message}; then: {error}"
                 return error_response(kind, error.status, message), error.kind
-            self._placed(asked, seat, began if not count else None)
-            attempt = self._attempt(request, incoming, seat)
-            self._name(active, active.attempt, attempt)
+            attempt: Attempt | None = None
             try:
+                self._placed(asked, seat, began if not count else None)
+                attempt = self._attempt(request, incoming, seat)
+                self._name(active, active.attempt, attempt)
                 got = await attempt.begin()
                 parts.metrics.first_seconds.observe(time.monotonic() - began)
+                if not (isinstance(got, Answer) and got.refused):
+                    self._remember(asked, incoming, seat, found)
+                response: web.StreamResponse
                 if isinstance(got, Answer):
-                    if not got.refused:
-                        self._remember(asked, incoming, seat, found)
+                    response = _whole(got, self._told(seat))
                     outcome = "refused" if got.refused else "ok"
-                    return _whole(got, self._told(seat)), outcome
-                self._remember(asked, incoming, seat, found)
-                return await self._stream(request, attempt, got)
+                else:
+                    response, outcome = await self._stream(request, attempt, got)
+                return response, "aborted" if active.aborted else outcome
             except UpstreamError as error:
                 last = error
-                excluded |= self._blame(error, attempt)
+                excluded |= self._blame(error, seat, attempt)
             finally:
-                attempt.close()
+                if attempt is not None:
+                    attempt.close()
                 parts.dispatcher.release(seat)
             if count + 1 < parts.options.attempts:
                 parts.metrics.retries.inc()
@@ -295,12 +311,14 @@ class Forwarder:
         tokens, cached = prompt_tokens(answer.body)
         self._parts.metrics.prompt_tokens.inc(tokens)
         self._parts.metrics.cached_tokens.inc(cached)
+        if tokens:
+            self._parts.dispatcher.hits.learn(tokens, cached)
         if not incoming.exact:
             self._tokens.learn(incoming.size, tokens)
 
-    def _blame(self, error: UpstreamError, attempt: Attempt) -> frozenset[str]:
+    def _blame(self, error: UpstreamError, seat: Seat, attempt: Attempt | None) -> frozenset[str]:
         """Engines that are not to be tried again."""
-        parts, seat = self._parts, attempt.seat
+        parts = self._parts
         engine = seat.prefill if error.role == "prefill" else seat.decode
         parts.metrics.failures.labels(error.role, error.failure).inc()
         logger.debug("%s failed a request: %s", engine.name, error.message)
@@ -308,7 +326,8 @@ class Forwarder:
             parts.registry.refused(engine, "it cannot be reached", at_once=True)
         elif error.failure == "lost":
             parts.poller.ask_now(engine)
-        if error.role == "decode" and not attempt.prefill_answered and error.failure != "connect":
+        answered = attempt is not None and attempt.prefill_answered
+        if error.role == "decode" and error.failure in ("status", "abort") and not answered:
             return frozenset((seat.prefill.name, seat.decode.name))  # either may be at fault
         return frozenset((engine.name,))
 
@@ -326,7 +345,11 @@ class Forwarder:
         outcome = "ok"
         try:
             async for chunk in attempt.chunks(stream):
-                await response.write(chunk)
+                async with asyncio.timeout(_STALL_S):
+                    await response.write(chunk)
+        except TimeoutError:
+            outcome = "cancelled"
+            raise ConnectionResetError("The client does not read") from None
         except UpstreamError as error:
             outcome = "broken"
             engine = attempt.seat.prefill if error.role == "prefill" else attempt.seat.decode

@@ -18,6 +18,7 @@ from dualpath_sglang.router.options import RouterOptions
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.05
+_HERE = ("127.0.0.1", "localhost", "::1")
 
 
 def run(
@@ -60,6 +61,8 @@ async def _serve(
         loop.add_signal_handler(number, end, number)
     async with Router(options, config) as router, listening(router) as (_, site, port):
         logger.info("The router serves at http://%s:%d", options.host, port)
+        if not (options.admin_key or options.host in _HERE):
+            logger.warning("Whoever reaches it may change its engines: there is no --admin-key")
         started(port)
         await told.wait()
         logger.info("The router takes nothing new and lets %d requests end", len(router.forwarder))

@@ -32,12 +32,13 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 2.0
 _ENGINES_EVERY_S = 0.5
-_SEND_EVERY_S = 0.05
+_SEND_EVERY_S = 0.1
 _RETRY_S = 0.5
 _BLOCK_MS = 1000
-_MOST_BATCHES = 20_000
+_MOST_BATCHES = 5000
 _MOST_UNSENT = 10_000
-_MOST_IN_BATCH = 500
+_MOST_IN_BATCH = 200
+"""With the former, about 40 MB in Redis at most."""
 _FAULTS = (RedisError, OSError, TimeoutError, asyncio.TimeoutError)
 
 

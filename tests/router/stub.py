@@ -71,6 +71,7 @@ class Stub:
     """By rid: set when aborted."""
     rooms: dict[int, asyncio.Event] = field(default_factory=dict)
     _loads: dict[str, Any] | None = None
+    _client: aiohttp.ClientSession | None = None
 
     @property
     def url(self) -> str:
@@ -201,11 +202,13 @@ class Stub:
         url = f"http://{body['bootstrap_host']}:{body['bootstrap_port']}"
 
         async def ask() -> None:
+            if self._client is None:
+                self._client = aiohttp.ClientSession(
+                    connector=aiohttp.TCPConnector(limit=0),
+                    timeout=aiohttp.ClientTimeout(total=None),
+                )
             try:
-                async with (
-                    aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
-                    session.get(f"{url}/room/{body['bootstrap_room']}") as answer,
-                ):
+                async with self._client.get(f"{url}/room/{body['bootstrap_room']}") as answer:
                     await answer.read()
             except aiohttp.ClientError:
                 await asyncio.sleep(300)
@@ -354,6 +357,8 @@ async def serving(role: str, port: int = 0, **behaviour: Any) -> AsyncIterator[S
     try:
         yield stub
     finally:
+        if stub._client is not None:
+            await stub._client.close()
         await runner.cleanup()
 
 
