@@ -42,8 +42,8 @@ SENTENCES = (
     "decode server gave the request up",
     "prefill server answered 5",
     "decode server answered 5",
-    "No prefill server is ready",
-    "No decode server is ready",
+    "No prefill server has been ready",
+    "No decode server has been ready",
 )
 """What clients may be told; docs/router.md explains them."""
 SETTINGS = {
