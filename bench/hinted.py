@@ -1,7 +1,8 @@
 """What following a router's hint costs: reads over the own agent, and hits split by key.
 
 ``python -m bench.hinted --json FILE``. Rows: {what, layer_kib, layers, direct_io, gb_s, of_direct,
-of_runs}, medians over rounds that take turns. One process reads, another one is the agent.
+of_runs, mean_io_kib}, medians over rounds that take turns. One process reads, another one is the
+agent. ``mean_io_kib`` is of the agent's reads from the store, counted once; 0 where it is not.
 
 | what | |
 |---|---|
@@ -28,9 +29,11 @@ from rich.table import Table
 
 from bench.agent import LAYERS, SOCKET, Blocks, Checked, DirectIo, ask, blocks_of, serving, written
 from bench.measure import BenchError, median, write_rows
+from bench.throttle import HookedBackend
 from dualpath_sglang.kvcache import KVCache
+from dualpath_sglang.node.agent import Agent
 from dualpath_sglang.scheduling.assign import assign
-from dualpath_sglang.transport.base import End, FetchRequest, StridedDestination
+from dualpath_sglang.transport.base import End, FetchRequest, Missing, StridedDestination
 from dualpath_sglang.transport.local_client import LocalConnection
 from dualpath_storage import StoreOptions, pieces_of
 
@@ -52,6 +55,43 @@ class Row:
     gb_s: float
     of_direct: float
     of_runs: float
+    mean_io_kib: float = 0.0
+
+
+def mean_io_kib(blocks: Blocks, root: Path) -> dict[str, float]:
+    """KiB of an agent's reads from the store, for the halves."""
+    seen: list[int] = []
+    backend = HookedBackend(root, lambda _, __, size: seen.append(size))
+    options = StoreOptions(root, 4 * blocks.size, min_free_fraction=0, direct_io="off")
+    half = mine(blocks)
+    means = {}
+    with KVCache(options, backend) as cache:
+        pool = cache.attach(blocks.geometry)
+        data = pieces_of(memoryview(bytearray(blocks.geometry.block_bytes)), blocks.geometry)
+        for at in range(0, len(blocks.keys), 16):
+            some = blocks.keys[at : at + 16]
+            cache.write(pool, some, [data] * len(some))
+        agent = Agent(cache, 2 * blocks.size)
+        geometry = blocks.geometry
+        for what, keys in (("half in runs", blocks.keys[: len(half)]), ("half by key", half)):
+            seen.clear()
+            request = FetchRequest(geometry.id_bytes, keys, 0, geometry.layers, _TIMEOUT_S)
+            served = agent.serve(request)
+            if isinstance(served, End):
+                raise BenchError(f"A fetch ended {served.name}")
+            with served as parts:
+                if any(isinstance(part, Missing) for part in parts):
+                    raise BenchError("A block cannot be read")
+            means[what] = round(sum(seen) / len(seen) / 1024, 1)
+            agent.blocks.forget()
+        agent.close()
+    return means
+
+
+def mine(blocks: Blocks) -> list[bytes]:
+    """The half of the blocks that is one of two nodes'."""
+    index = assign(blocks.keys, [0.5, 0.5])
+    return [key for key, i in zip(blocks.keys, index, strict=True) if not i]
 
 
 def measure(blocks: Blocks, root: Path, rounds: int, direct_io: DirectIo) -> list[Row]:
@@ -59,7 +99,9 @@ def measure(blocks: Blocks, root: Path, rounds: int, direct_io: DirectIo) -> lis
     size, geometry = blocks.geometry.block_bytes, blocks.geometry
     memory = written(blocks.size)
     rates: dict[str, list[float]] = {}
-    mine = [k for k, i in zip(blocks.keys, assign(blocks.keys, [0.5, 0.5]), strict=True) if not i]
+    half = mine(blocks)
+    means = mean_io_kib(blocks, root / "counted")
+    root = root / "timed"
     with serving(root, blocks, direct_io) as (pipe, _, _), contextlib.ExitStack() as stack:
         local = LocalConnection(root / SOCKET, time.monotonic() + 10.0)
         stack.callback(local.close)
@@ -95,9 +137,9 @@ def measure(blocks: Blocks, root: Path, rounds: int, direct_io: DirectIo) -> lis
             timed("own agent", len(blocks.keys), lambda: fetch(blocks.keys))
             timed("again", len(blocks.keys), lambda: fetch(blocks.keys))
             ask(pipe, "forget")
-            timed("half in runs", len(mine), lambda: fetch(blocks.keys[: len(mine)]))
+            timed("half in runs", len(half), lambda: fetch(blocks.keys[: len(half)]))
             ask(pipe, "forget")
-            timed("half by key", len(mine), lambda: fetch(mine))
+            timed("half by key", len(half), lambda: fetch(half))
     found = {what: median(values) for what, values in rates.items()}
     return [
         Row(
@@ -108,6 +150,7 @@ def measure(blocks: Blocks, root: Path, rounds: int, direct_io: DirectIo) -> lis
             round(rate, 3),
             round(rate / found["direct"], 3),
             round(rate / found["half in runs"], 3),
+            means.get(what, 0.0),
         )
         for what, rate in found.items()
     ]
@@ -133,11 +176,12 @@ def main(
         with tempfile.TemporaryDirectory(prefix=".bench-", dir=root) as base:
             rows += measure(blocks_of(kib, count), Path(base), rounds, "off" if buffered else "on")
     table = Table(title=f"{size_mib} MiB a hit, blocks of {LAYERS} layers")
-    for column in ("what", "layer KiB", "GB/s", "of direct", "of runs"):
+    for column in ("what", "layer KiB", "GB/s", "of direct", "of runs", "I/O KiB"):
         table.add_column(column, justify="left" if column == "what" else "right")
     for each in rows:
         figures = (f"{each.gb_s:.2f}", f"{each.of_direct:.2f}", f"{each.of_runs:.2f}")
-        table.add_row(each.what, str(each.layer_kib), *figures)
+        mean = f"{each.mean_io_kib:.0f}" if each.mean_io_kib else ""
+        table.add_row(each.what, str(each.layer_kib), *figures, mean)
     Console().print(table)
     if json is not None:
         write_rows(json, rows)

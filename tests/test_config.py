@@ -169,6 +169,10 @@ def test_an_unknown_setting_is_refused_wherever_it_stands(
         ("read_paths", "both"),
         ("hedge_after", 0),
         ("hedge_after", 1.01),
+        ("prefill_quota_s", 0),
+        ("prefill_quota_share", 0.95),
+        ("prefill_quota_share", -0.1),
+        ("prefill_profile", ""),
     ],
 )
 def test_a_malformed_value_is_refused_with_what_was_expected(name: str, value: Any) -> None:

@@ -57,6 +57,9 @@ def router(
     group: Annotated[
         str, typer.Option(help="Routers of one group on one Redis share engines and sessions.")
     ] = "default",
+    model: Annotated[
+        str, typer.Option(help="Name of the served model.  [default: the first server's]")
+    ] = "",
     policy: Annotated[
         PolicyName, typer.Option(help="How requests are placed.")
     ] = PolicyName.dualpath,
@@ -142,6 +145,7 @@ def router(
             port=port,
             engines=tuple(engines),
             group=group,
+            model=model,
             policy=policy.value,
             path=path.value,
             affinity=affinity,

@@ -164,11 +164,11 @@ class HostReader:
     def _from_nearby(self, job: _Job, hinted: Sequence[str | None] | None) -> Sequence[int]:
         """Have what this machine's agent has in memory; the numbers of what it has not.
 
-        Not when a hint has it, or this machine, read anything: then it is asked for that at once.
+        Not when a hint has it read anything: then it is asked for that at once.
         """
         numbers = range(len(job.keys))
         side = self._paths.nearby(job.pool.geometry) if numbers else None
-        if hinted is not None and {side, LOCAL} & {*hinted}:
+        if hinted is not None and side in hinted:
             return numbers
         fetch = None if side is None else self._ask(job, numbers, side, cached_only=True)
         if fetch is None:

@@ -153,7 +153,7 @@ class Packing:
         self, adder: Any, rules: Rules, work: Work, has_chunked_req: bool
     ) -> int | _Stop | None:
         """How many tokens of a request may go in; None where the quota sets no limit."""
-        if adder.new_chunked_req is not None:
+        if adder.new_chunked_req is not None or (has_chunked_req and rules.share == 0):
             return _Stop(pass_over=False)  # what was cut is the last of its batch
         try:
             taken = [Work(r.prefix_len, r.extend_end - r.prefix_len) for r in adder.can_run_list]

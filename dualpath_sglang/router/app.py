@@ -50,7 +50,7 @@ class Router:
     def __init__(self, options: RouterOptions, config: DualPathConfig | None = None) -> None:
         self.options = options
         self._config = config
-        self.registry = Registry()
+        self.registry = Registry(options.model)
         self.reads = ReadQueues()
         self.sessions = Sessions(options.sessions)
         self._ending = False

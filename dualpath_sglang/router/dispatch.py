@@ -19,11 +19,12 @@ from typing import Protocol
 from dualpath_sglang.router.engines import Engine, Registry
 from dualpath_sglang.router.nodes import ReadQueues
 from dualpath_sglang.router.options import RouterOptions
+from dualpath_sglang.router.tokens import HitShare
 from dualpath_sglang.scheduling.engines import Cluster, Request
 from dualpath_sglang.scheduling.placement import Placement, Round, Rules, place
 from dualpath_sglang.scheduling.rules import ReadPath
 
-_AT_ONCE = 256
+_AT_ONCE = 64
 """Requests of the queue's head that one call of the scheduler looks at."""
 
 
@@ -136,6 +137,7 @@ class Dispatcher:
         self._missing_since: float | None = None
         """Since when no engine of some role has been ready, monotonic seconds."""
         self.rounds = 0
+        self.hits = HitShare()
         registry.changed = self.changed
 
     def __len__(self) -> int:
@@ -243,10 +245,14 @@ class Dispatcher:
         options = self._options
         engines = self._registry.ready("prefill")
         rates = [e.compute_rate for e in engines if e.compute_rate]
-        compute = sum(rates) / len(rates) if rates else options.prefill_rate
+        compute = options.prefill_rate
+        if rates:  # of tokens that are computed; what is queued are tokens of prompts
+            compute = self.hits.factor * sum(rates) / len(rates)
         node_rates = list(self._reads.rates().values())
         read = sum(node_rates) / len(node_rates) if node_rates else options.read_rate
         path: ReadPath = "shorter_queue" if options.path == "free" else options.path
+        if options.policy == "round_robin" and path == "shorter_queue":
+            path = "alternate"  # nor do read queues count
         return Rules(
             policy=options.policy,
             path=path,

@@ -14,7 +14,7 @@ from dualpath_sglang.scheduling.engines import DecodeEngine, PrefillEngine
 logger = logging.getLogger(__name__)
 
 Source: TypeAlias = Literal["flags", "index", "admin"]
-State: TypeAlias = Literal["starting", "ready", "draining", "dead"]
+State: TypeAlias = Literal["starting", "ready", "draining", "dead", "other model"]
 
 _REFUSALS = 2
 """Polls in a row that find nobody listening, after which nobody is there."""
@@ -67,6 +67,10 @@ class Engine:
         self.heard_at: float | None = None
         """When it answered last, monotonic seconds."""
         self.dead = False
+        self.model: str | None = None
+        """Name of what it serves; empty when it does not say, None while it was not asked."""
+        self.foreign_model = False
+        """Whether that is another model than the router's."""
         self.reason = ""
         self.since = time.monotonic()
         self.load: Load | None = None
@@ -89,12 +93,14 @@ class Engine:
             return "dead"
         if self.heard_at is None:
             return "starting"
+        if self.foreign_model:
+            return "other model"
         return "draining" if self.draining else "ready"
 
     @property
     def ready(self) -> bool:
         """Whether it takes new requests."""
-        return not (self.dead or self.draining) and self.heard_at is not None
+        return self.state == "ready"
 
     @property
     def requests(self) -> int:
@@ -139,6 +145,7 @@ class Engine:
             "name": self.name,
             "url": self.spec.url,
             "role": self.role,
+            "model": self.model,
             "node": self.node,
             "bootstrap_port": self.spec.bootstrap_port if self.role == "prefill" else None,
             "state": self.state,
@@ -160,10 +167,13 @@ class Registry:
     """All engines.
 
     Args:
+        model: name of the model that is served; empty for that of the engine that answers first.
+            Reports of one store may be of several, and a prefill of one is nothing to another.
         changed: called when a round of placement may go otherwise than the last one.
     """
 
-    def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, model: str = "", changed: Callable[[], None] = lambda: None) -> None:
+        self._model = model
         self._engines: dict[str, Engine] = {}
         self.changed = changed
         self.on_death: Callable[[Engine], None] = lambda _: None
@@ -240,6 +250,7 @@ class Registry:
     def _fail(self, engine: Engine, reason: str) -> None:
         engine.dead, engine.reason, engine.since = True, reason, time.monotonic()
         engine.foreign_requests = engine.foreign_tokens = 0
+        engine.model = None  # another may answer there next
         self.on_death(engine)
         for attempt in list(engine.attempts):
             attempt.engine_died(engine)
@@ -260,6 +271,12 @@ class Registry:
         # Of ours it may know those of before the question, or those of after it.
         engine.foreign_requests = max(0, load.requests - max(own_requests, engine.own_requests))
         engine.foreign_tokens = max(0, load.tokens - max(own_tokens, engine.own_tokens))
+        self._model = self._model or engine.model or ""
+        engine.foreign_model = bool(engine.model) and engine.model != self._model
+        if engine.foreign_model and (first or engine.dead):
+            logger.warning(
+                "%s serves %s, not %s, and gets nothing", engine.name, engine.model, self._model
+            )
         if first or engine.dead:
             logger.info("The %s server %s answers", engine.role, engine.name)
             engine.dead, engine.reason, engine.since = False, "", now

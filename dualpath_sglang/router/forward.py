@@ -177,13 +177,15 @@ class Forwarder:
                 self._name(active, active.attempt, attempt)
                 got = await attempt.begin()
                 parts.metrics.first_seconds.observe(time.monotonic() - began)
+                if not (isinstance(got, Answer) and got.refused):
+                    self._remember(asked, incoming, seat, found)
+                response: web.StreamResponse
                 if isinstance(got, Answer):
-                    if not got.refused:
-                        self._remember(asked, incoming, seat, found)
+                    response = _whole(got, self._told(seat))
                     outcome = "refused" if got.refused else "ok"
-                    return _whole(got, self._told(seat)), outcome
-                self._remember(asked, incoming, seat, found)
-                return await self._stream(request, attempt, got)
+                else:
+                    response, outcome = await self._stream(request, attempt, got)
+                return response, "aborted" if active.aborted else outcome
             except UpstreamError as error:
                 last = error
                 excluded |= self._blame(error, seat, attempt)
@@ -320,6 +322,8 @@ class Forwarder:
         tokens, cached = prompt_tokens(answer.body)
         self._parts.metrics.prompt_tokens.inc(tokens)
         self._parts.metrics.cached_tokens.inc(cached)
+        if tokens:
+            self._parts.dispatcher.hits.learn(tokens, cached)
         if not incoming.exact:
             self._tokens.learn(incoming.size, tokens)
 

@@ -28,8 +28,8 @@ from dualpath_sglang.router.upstream import nobody_listens
 logger = logging.getLogger(__name__)
 
 _QUERY = "/v1/loads?include=core,disagg"
-_STALL_S = 0.5
-"""A timer that comes so late says that this process did not run."""
+_TICK_S = 0.1
+_LATE_S = 0.1
 
 
 class LoadError(ValueError):
@@ -62,6 +62,37 @@ def parse_loads(body: bytes) -> Load:
         raise LoadError(f"it says nothing of its load ({error!r:.80})") from None
 
 
+class Awake:
+    """A clock that stands while the event loop does."""
+
+    def __init__(self) -> None:
+        self._lost_s = 0.0
+        self._ticked_at = time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """From now on; on an event loop."""
+        self._ticked_at = time.monotonic()
+        self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+
+    def stop(self) -> None:
+        """Not any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def lost_s(self) -> float:
+        """Seconds in which the loop stood, in all; also when it has only just come back."""
+        return self._lost_s + self._late_s()
+
+    def _late_s(self) -> float:
+        late = time.monotonic() - self._ticked_at - _TICK_S
+        return late if late > _LATE_S else 0.0
+
+    def _tick(self) -> None:
+        self._lost_s += self._late_s()
+        self.start()
+
+
 class LoadPoller:
     """One task an engine; engines come and go.
 
@@ -83,6 +114,8 @@ class LoadPoller:
         self._watch = watch
         self._tasks: dict[Engine, asyncio.Task[None]] = {}
         self._wake: dict[Engine, asyncio.Event] = {}
+        self._awake = Awake()
+        self._awake.start()
 
     def follow(self) -> None:
         """Ask those that are known, and no others."""
@@ -101,6 +134,7 @@ class LoadPoller:
 
     async def close(self) -> None:
         """Ask nobody any more."""
+        self._awake.stop()
         tasks, self._tasks = list(self._tasks.values()), {}
         for task in tasks:
             task.cancel()
@@ -108,12 +142,13 @@ class LoadPoller:
 
     async def _follow(self, engine: Engine) -> None:
         wake = self._wake[engine]
-        began = time.monotonic()  # since when silence counts
-        dead_after = self._options.dead_after_s
+        began = time.monotonic()
+        lost, dead_after = self._awake.lost_s(), self._options.dead_after_s
         while True:
-            asked = time.monotonic()
-            heard = max(began, engine.heard_at or began)
-            within = dead_after if engine.dead else max(0.1, heard + dead_after - asked)
+            asked, answered = time.monotonic(), engine.heard_at
+            heard = began if answered is None else answered
+            silent = asked - heard - (self._awake.lost_s() - lost)
+            within = dead_after if engine.dead else max(0.1, dead_after - silent)
             problem = f"no answer for {dead_after:g} s"
             try:
                 await self._ask(engine, within)
@@ -126,12 +161,12 @@ class LoadPoller:
             except Exception:
                 logger.exception("Asking %s for its load failed", engine.name)
             now = time.monotonic()
-            if now - asked > within + _STALL_S:
-                began = engine.told_changed_at = now
-            heard = max(began, engine.heard_at or began)
-            if now - heard >= dead_after:
+            if engine.heard_at != answered:
+                lost = self._awake.lost_s()
+            heard = began if engine.heard_at is None else engine.heard_at
+            if now - heard - (self._awake.lost_s() - lost) >= dead_after:
                 self._registry.mark_dead(engine, problem)
-            elif self._stuck(engine, now):
+            elif engine.heard_at != answered and self._stuck(engine, now):
                 self._registry.mark_dead(
                     engine, f"its scheduler stands still for {self._options.stuck_after_s:g} s"
                 )
@@ -139,9 +174,6 @@ class LoadPoller:
             left = max(0.01, self._options.poll_interval_s - (now - asked))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(wake.wait(), left)
-            woke = time.monotonic()
-            if woke - now > left + _STALL_S:
-                began = engine.told_changed_at = woke
 
     def _stuck(self, engine: Engine, now: float) -> bool:
         limit = self._options.stuck_after_s
@@ -169,8 +201,23 @@ class LoadPoller:
             raise LoadError(f"it is no {engine.role} server: its mode is {load.mode}")
         if engine.dead and engine.load is not None and self._still_stuck(engine, load):
             return
+        if engine.model is None:
+            engine.model = await self._model(engine, headers, within)
         self._watch(time.monotonic() - began)
         self._registry.heard(engine, load, own_requests, own_tokens)
+
+    async def _model(
+        self, engine: Engine, headers: dict[str, str], within: aiohttp.ClientTimeout
+    ) -> str:
+        """The name of what it serves; empty when it does not say."""
+        async with self._session.get(
+            f"{engine.spec.url}/v1/models", headers=headers, timeout=within
+        ) as answer:
+            body = await answer.read()
+        try:
+            return str(orjson.loads(body)["data"][0]["id"]) if answer.status == 200 else ""
+        except (ValueError, TypeError, LookupError):
+            return ""
 
     @staticmethod
     def _still_stuck(engine: Engine, load: Load) -> bool:

@@ -119,7 +119,9 @@ class RouterOptions:
         host, port: where it listens; port 0 takes any.
         engines: known from the start.
         group: routers of one group on one Redis share engines and sessions.
-        policy: the paper's scheduling, or its ablation.
+        model: name of the model that engines must serve; empty for that of the first.
+        policy: the paper's scheduling, or its ablation, in which sides read in turn too unless
+            ``path`` names others.
         path: who is told to read a hit; ``free`` tells nobody.
         affinity: whether sessions return to where their prefix is warm.
         alpha_s, beta_s: the paper's 3 and 5 seconds.
@@ -149,6 +151,7 @@ class RouterOptions:
     port: int = 8000
     engines: tuple[EngineSpec, ...] = ()
     group: str = "default"
+    model: str = ""
     policy: Policy = "dualpath"
     path: Path = "shorter_queue"
     affinity: bool = True

@@ -254,6 +254,8 @@ def pack(
             new = continued(model, rules, work, queue[1:], most)
             take(0, new)
             cut = new < work.new
+            if cut and rules.share == 0:
+                break  # the paper: what is cut is the last of its batch
             continue
         new = fit(model, rules, taken, work, left)
         if new < work.new and cut:

@@ -115,7 +115,7 @@ class RemoteSide:
             nearby = self._nearby(geometry, hinted)
             shares: Sequence[Share]
             if nearby is not None:
-                shares = [Share(nearby, 0, blocks)]
+                shares, hinted = [Share(nearby, 0, blocks)], None  # what it lacks is dealt again
             elif hinted is not None and {*hinted} == {LOCAL}:
                 shares, hinted = [Share(LOCAL, 0, blocks)], None
             elif hinted is not None:
@@ -134,7 +134,7 @@ class RemoteSide:
                 if share.side != LOCAL:
                     blocks_of = range(share.first, share.first + share.count)
                     self._ask(batch, part, blocks_of, share.side, cached_only=nearby is not None)
-            if nearby is None and hinted is not None:
+            if hinted is not None:
                 self._deal_hinted(batch, part, range(blocks), hinted)
         for request in {part.request: None for part in parts}:
             self._queue.add(0, request.local_tokens - request.queued_tokens)
@@ -171,10 +171,10 @@ class RemoteSide:
     def _nearby(self, geometry: Geometry, hinted: Sequence[str | None] | None) -> str | None:
         """This machine's agent, to be asked for what it has in memory before anybody else.
 
-        Not when it, or this machine, is to read anything: then it is asked for that at once.
+        Not when it is to read anything itself: then it is asked for that at once.
         """
         nearby = self._paths.nearby(geometry)
-        return None if hinted is not None and {nearby, LOCAL} & {*hinted} else nearby
+        return None if hinted is not None and nearby in hinted else nearby
 
     def _deal_hinted(
         self, batch: Batch, part: Part, blocks: Sequence[int], hinted: Sequence[str | None]

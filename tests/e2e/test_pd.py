@@ -118,17 +118,21 @@ def test_servers_say_who_they_are(cluster: PdCluster) -> None:
         assert report["block_bytes"] == cluster.geometry.block_bytes
 
 
+@pytest.mark.parametrize("warm", [0, WHOLE // 2])
 def test_a_load_that_fails_on_prefill_is_computed_anew(
-    cluster: PdCluster, uncached: tuple[int, ...]
+    warm: int, cluster: PdCluster, uncached: tuple[int, ...]
 ) -> None:
+    """Also when a part of the prompt was in memory, and has been sent to decode already."""
     if cluster.prefill_mode != "streaming":
         pytest.skip("only streaming mode promises before it has read")
     cluster.store(PROMPT)
+    if warm:
+        cluster.generate(PROMPT[: warm * PAGE_TOKENS + 1], 1)
     cluster["p0"].faults.on("dead_reader")
     answer = cluster.generate(PROMPT, DECODED)
     assert not cluster["p0"].faults.is_on("dead_reader"), "nothing was loaded"
     assert answer.tokens == uncached
-    assert answer.prefill.cached_tokens == 0
+    assert answer.prefill.cached_tokens == warm * PAGE_TOKENS
     cluster.flush()
     answer = cluster.generate(PROMPT, DECODED)
     assert answer.tokens == uncached

@@ -15,6 +15,8 @@ from dualpath_sglang.read_hint import ReadHint, into_rid, kv_hints
 from dualpath_sglang.scheduling.assign import assign
 from dualpath_storage import Geometry
 from tests.support.pd import Figures, Mode, PdAnswer, PdCluster
+from tests.support.pd_router import routers
+from tests.support.pd_sessions import Form, Said, parse
 from tests.support.server import random_tokens
 from tests.support.stores import replace_blocks
 from tests.support.streaming import PAGE_TOKENS, Background, wait_for
@@ -133,6 +135,35 @@ def test_a_hit_is_read_once_for_both_sides(
     assert took.sent <= (missed + 1) * bed.geometry.block_bytes
     assert bed.hinted_reads("replaced") == replaced
     wait_for(lambda: all(bed.hinted_reads("honoured").values()))
+
+
+@pytest.mark.parametrize(
+    ("path", "form"),
+    [
+        pytest.param("de", "generate"),
+        pytest.param("de", "generate-stream", marks=slow),
+        pytest.param("pe", "generate", marks=slow),
+        pytest.param("split", "generate", marks=slow),
+    ],
+)
+def test_through_a_router_a_hit_is_read_once_for_both_sides(
+    bed: Bed, path: str, form: Form
+) -> None:
+    prompt = bed.stored()
+    params = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": params, "stream": form.endswith("stream")}
+    with routers(bed.cluster, "--path", path) as (router,):
+        before = bed.cluster.figures()
+        said: Said = parse(form, *router.post("/generate", body))
+        took = bed.cluster.figures() - before
+        wait_for(lambda: not router.busy())
+    assert said.answer == bed.cold[tuple(prompt)].tokens
+    assert said.cached == PAGES * PAGE_TOKENS
+    assert 0 <= sum(took.read.values()) - PAGES * bed.page_bytes < NOISE_BYTES
+    for name, share in {"pe": {"p0": 1, "d0": 0}, "de": {"p0": 0, "d0": 1}}.get(path, {}).items():
+        assert 0 <= took.read[name] - share * PAGES * bed.page_bytes < NOISE_BYTES
+    missed = -(-TOKENS // PAGE_TOKENS) - PAGES
+    assert took.sent <= (missed + 1) * bed.geometry.block_bytes
 
 
 def who_reads(bed: Bed, prompt: list[int], hint: ReadHint) -> dict[str, int]:

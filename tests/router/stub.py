@@ -50,6 +50,7 @@ class Behaviour:
     foreign_requests: int = 0
     foreign_tokens: int = 0
     capacity: int = CAPACITY
+    model: str = "tiny"
     prompt_tokens: int = 0
     """Told in answers; 0: one a word."""
 
@@ -71,6 +72,7 @@ class Stub:
     """By rid: set when aborted."""
     rooms: dict[int, asyncio.Event] = field(default_factory=dict)
     _loads: dict[str, Any] | None = None
+    _client: aiohttp.ClientSession | None = None
 
     @property
     def url(self) -> str:
@@ -111,7 +113,9 @@ class Stub:
         )
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+        return web.json_response(
+            {"object": "list", "data": [{"id": self.do.model, "object": "model"}]}
+        )
 
     async def _v1_loads(self, request: web.Request) -> web.Response:
         if self._loads is None or not self.do.frozen:
@@ -201,11 +205,13 @@ class Stub:
         url = f"http://{body['bootstrap_host']}:{body['bootstrap_port']}"
 
         async def ask() -> None:
+            if self._client is None:
+                self._client = aiohttp.ClientSession(
+                    connector=aiohttp.TCPConnector(limit=0),
+                    timeout=aiohttp.ClientTimeout(total=None),
+                )
             try:
-                async with (
-                    aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
-                    session.get(f"{url}/room/{body['bootstrap_room']}") as answer,
-                ):
+                async with self._client.get(f"{url}/room/{body['bootstrap_room']}") as answer:
                     await answer.read()
             except aiohttp.ClientError:
                 await asyncio.sleep(300)
@@ -354,6 +360,8 @@ async def serving(role: str, port: int = 0, **behaviour: Any) -> AsyncIterator[S
     try:
         yield stub
     finally:
+        if stub._client is not None:
+            await stub._client.close()
         await runner.cleanup()
 
 

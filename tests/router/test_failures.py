@@ -291,6 +291,18 @@ async def test_who_waits_is_served_in_turn_when_there_is_room() -> None:
 
 
 @asynchronous
+async def test_a_request_that_waits_can_be_aborted() -> None:
+    async with bed(1, 0) as b:
+        task = asyncio.create_task(b.generate(rid="mine"))
+        await until(lambda: len(b.router.dispatcher) == 1)
+        assert (await b.post("/abort_request", rid="mine"))[1]["found"] is True
+        status, told = await task
+        assert (status, told["error"]["message"]) == (499, "The request was aborted")
+        await until(b.is_empty)
+        assert not b.prefill[0].seen
+
+
+@asynchronous
 async def test_a_request_that_waits_can_be_aborted_by_going_away() -> None:
     async with bed(1, 0) as b:
         task = asyncio.create_task(b.generate())

@@ -65,6 +65,36 @@ async def test_requests_of_an_engine_that_is_removed_are_placed_again() -> None:
 
 
 @asynchronous
+async def test_requests_go_on_when_the_node_of_an_engine_becomes_known() -> None:
+    async with bed(1, 1, nodes=False) as b:
+        b.decode[0].do.token_s = 0.1
+        task = asyncio.create_task(b.generate())
+        await until(lambda: bool(b.decode[0].running))
+        engine = b.router.registry.get(b.decode[0].name)
+        assert engine is not None
+        port = engine.spec.bootstrap_port
+        told = {"url": engine.spec.url, "role": "decode", "bootstrap_port": port}
+        await b.post("/engines", **told, node="machine")
+        assert b.router.registry.get(engine.name) is engine
+        assert (engine.node, engine.state) == ("machine", "ready")
+        assert (await task)[0] == 200
+        assert len(b.decode[0].seen) == 1
+
+
+@pytest.mark.parametrize("named", ["", "tiny"])
+@asynchronous
+async def test_a_server_of_another_model_gets_nothing(named: str) -> None:
+    async with bed(1, 1, model=named) as b, serving("decode", model="large") as other:
+        await b.post("/engines", url=other.url, role="decode")
+        found = b.router.registry.get(other.name)
+        assert found is not None
+        await until(lambda: found.state == "other model")
+        await asyncio.gather(*(b.generate(f"{i}") for i in range(6)))
+        assert not other.seen
+        assert len(b.decode[0].seen) == 6
+
+
+@asynchronous
 async def test_changes_need_the_key_where_there_is_one() -> None:
     async with bed(admin_key="a-key") as b:
         name = b.decode[0].name

@@ -14,7 +14,7 @@ from dualpath_sglang.router.nodes import ReadQueues, engines_among
 from dualpath_sglang.router.options import EngineSpec, OptionsError, RouterOptions
 from dualpath_sglang.router.requests import IDS_CHUNK, TEXT_CHUNK, Incoming, parse
 from dualpath_sglang.router.sessions import Sessions, Warm
-from dualpath_sglang.router.tokens import TokenEstimator
+from dualpath_sglang.router.tokens import HitShare, TokenEstimator
 from dualpath_sglang.router.upstream import UpstreamError, bodies, judge
 
 # -- options ----------------------------------------------------------------------------------
@@ -176,6 +176,20 @@ def test_tokens_a_byte_are_learned_within_reason() -> None:
     tokens.learn(1000, 0)
     assert tokens.estimate(1000) == pytest.approx(500, rel=0.01)
     assert tokens.estimate(0) == 1
+
+
+def test_prompts_have_more_tokens_than_are_computed() -> None:
+    share = HitShare()
+    assert share.factor == 1.0
+    for _ in range(200):
+        share.learn(1000, 950)
+    assert share.factor == pytest.approx(20)
+    for _ in range(200):
+        share.learn(1000, 0)
+    assert share.factor == pytest.approx(1, rel=0.01)
+    for _ in range(400):
+        share.learn(1000, 1000)
+    assert share.factor <= 100
 
 
 # -- loads ------------------------------------------------------------------------------------

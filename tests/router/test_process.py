@@ -99,6 +99,21 @@ def test_it_serves_and_on_sigterm_lets_requests_end(running: Running) -> None:
     assert "Traceback" not in log
 
 
+def test_time_in_which_it_was_stopped_itself_is_nobodys_silence(running: Running) -> None:
+    async def stopped() -> Any:
+        asked = asyncio.create_task(asyncio.to_thread(running.generate, 50))
+        while running.get("/health")["active"] == 0:
+            await asyncio.sleep(0.02)
+        running.process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(4.0)  # an engine that were silent for so long would be dead
+        running.process.send_signal(signal.SIGCONT)
+        return await asked
+
+    assert asyncio.run(stopped())["text"].endswith("w49")
+    assert running.get("/health")["status"] == "ok"
+    assert "dead" not in running.log.read_text()
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [

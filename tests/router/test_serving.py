@@ -331,6 +331,16 @@ async def test_without_affinity_it_does_not() -> None:
 
 
 @asynchronous
+async def test_in_round_robin_sides_read_in_turn_too() -> None:
+    async with bed(2, 2, policy="round_robin", affinity=False) as b:
+        for i in range(4):
+            await b.generate(f"{i} something", session_id="one")
+        read = [from_kv_hints(body["kv_hints"]) for stub in b.prefill for body in stub.seen]
+        sides = [hint.shares[0][0] in ("node0", "node1") for hint in read if hint is not None]
+        assert sorted(sides) == [False, False, True, True]
+
+
+@asynchronous
 async def test_a_session_that_is_named_returns_whatever_its_prompt() -> None:
     async with bed(3, 3) as b:
         for i in range(4):

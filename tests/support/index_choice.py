@@ -24,7 +24,7 @@ embedded = pytest.mark.embedded
 
 def source(index: str | None = None) -> IndexSource:
     """What a server of this test run uses, or one with that setting."""
-    extra = {} if index is None else {"index": index, "index_timeout_s": 2.0}
+    extra = {} if index is None else {"index": index, "index_timeout_s": 10.0}
     return DualPathConfig.load(extra).index_source()
 
 

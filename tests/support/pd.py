@@ -276,7 +276,7 @@ class PdCluster:
         config = {
             **SETTINGS,
             "index": self.redis.url,
-            "index_timeout_s": 2.0,
+            "index_timeout_s": 5.0,
             "node": "off",
             "split_floor": 0,
             **machine,
@@ -305,7 +305,7 @@ class PdCluster:
 def _mode_flags(role: str, mode: Mode, config: Mapping[str, Any]) -> list[str]:
     if mode in ("streaming", "offload"):
         offload = ["--disaggregation-decode-enable-offload-kvcache"] if mode == "offload" else []
-        # SGLang reads a decode server's own threshold, of 256 tokens, and policy.
+        # A decode server restores in HiCache mode, for which SGLang's default is 256 tokens.
         config = {**config, "prefetch_threshold": PAGE_TOKENS}
         extra = ["--hicache-storage-backend-extra-config", json.dumps(dict(config))]
         return ["--hicache-storage-backend", "dualpath", *extra, *offload]
