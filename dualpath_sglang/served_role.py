@@ -31,6 +31,8 @@ def served_role(config: DualPathConfig) -> dict[str, str | int]:
         return resolution_result(args, name, None)
 
     role = given("disaggregation_mode")
+    if given("node_rank"):
+        return {}  # of a server on several machines the first one has the address
     if role not in ("prefill", "decode"):
         return {}
     scheme = "https" if given("ssl_certfile") else "http"

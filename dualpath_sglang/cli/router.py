@@ -95,6 +95,9 @@ def router(
         float, typer.Option(min=0.0, help="Seconds one may wait while no engine is ready.")
     ] = 8.0,
     attempts: Annotated[int, typer.Option(min=1, help="How often a request is placed.")] = 3,
+    prefill_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that a prefill may take, transfer included.")
+    ] = 90.0,
     drain_timeout: Annotated[
         float, typer.Option(min=0.0, help="Seconds for requests to end after SIGTERM.")
     ] = 30.0,
@@ -157,6 +160,7 @@ def router(
             queue_timeout_s=queue_timeout,
             engine_wait_s=engine_wait,
             attempts=attempts,
+            prefill_timeout_s=prefill_timeout,
             drain_timeout_s=drain_timeout,
             max_body=max_body,
             output_tokens=reserve_output,

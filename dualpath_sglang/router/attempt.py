@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import aiohttp
 
@@ -43,6 +44,7 @@ _ABORT_S = 2.0
 _ABORT_AGAIN_S = 1.0
 """SGLang passes over an abort of what it has not yet seen."""
 _ABORTS_AT_ONCE = 16
+"""To one engine: one that does not answer keeps nothing from the others."""
 
 
 class Aborter:
@@ -57,7 +59,7 @@ class Aborter:
         self._session = session
         self._headers = dict(headers)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._some = asyncio.Semaphore(_ABORTS_AT_ONCE)
+        self._some: WeakKeyDictionary[Engine, asyncio.Semaphore] = WeakKeyDictionary()
         self._ending = asyncio.Event()
 
     def __len__(self) -> int:
@@ -94,7 +96,12 @@ class Aborter:
             await asyncio.gather(*(self._tell(engine, rid) for rid in rids))
 
     async def _tell(self, engine: Engine, rid: str) -> None:
-        async with self._some:
+        some = self._some.get(engine)
+        if some is None:
+            some = self._some[engine] = asyncio.Semaphore(_ABORTS_AT_ONCE)
+        async with some:
+            if engine.dead:
+                return  # it aborts what lost its connection when it comes back
             try:
                 async with self._session.post(
                     f"{engine.spec.url}/abort_request",
@@ -132,6 +139,7 @@ class Attempt:
     Args:
         prefilled: called once with the prefill server's good answer.
         prefill_ended: called once, when the prefill server has nothing to do for it any more.
+        patience_s: how long the prefill server may take.
     """
 
     def __init__(
@@ -144,6 +152,7 @@ class Attempt:
         headers: Mapping[str, str],
         prefilled: Callable[[Answer], None],
         prefill_ended: Callable[[], None],
+        patience_s: float,
     ) -> None:
         self.seat = seat
         self.aborted = False
@@ -155,6 +164,7 @@ class Attempt:
         self._prefilled = prefilled
         self._prefill_ended = prefill_ended
         self._bodies = bodies(incoming, seat.prefill, hint)
+        self._patience_s = patience_s
         self._began = time.monotonic()
         self._dead: asyncio.Future[UpstreamError] = asyncio.get_running_loop().create_future()
         self._stream: Stream | None = None
@@ -178,7 +188,12 @@ class Attempt:
         got: Answer | Stream | None = None
         waiting: set[asyncio.Future[Any]] = {self._prefill, self._decode, self._dead}
         while True:
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            done, waiting = await asyncio.wait(
+                waiting, timeout=self._left_s(), return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                message = f"the prefill server has not answered for {self._patience_s:g} s"
+                raise UpstreamError("prefill", "late", message)
             if self._dead in done:
                 raise self._dead.result()
             if self._prefill in done:
@@ -189,6 +204,15 @@ class Attempt:
                 got = await self._decoded()
             if got is not None and self._may_go(got):
                 return self._merged(got) if isinstance(got, Answer) else got
+
+    def _left_s(self) -> float | None:
+        """How much longer to wait; None when that is bounded by the decode server's life alone.
+
+        Both may live, and wait for each other: when KV cannot be sent from one to the other.
+        """
+        if self._prefill.done():
+            return None
+        return max(0.0, self._began + self._patience_s - time.monotonic())
 
     def _may_go(self, got: Answer | Stream) -> bool:
         """Logprobs of the prompt may be needed first."""

@@ -28,6 +28,10 @@ _AT_ONCE = 64
 """Requests of the queue's head that one call of the scheduler looks at."""
 
 
+_LOOK_S = 0.25
+"""At least so long between two looks at whether an engine is missing, seconds."""
+
+
 class NoPlaceError(Exception):
     """A request does not get engines.
 
@@ -130,6 +134,8 @@ class Dispatcher:
         self._numbers = itertools.count(1)
         self._turns = (0, 0, 0)
         self._due = False
+        self._missing_since: float | None = None
+        """Since when no engine of some role has been ready, monotonic seconds."""
         self.rounds = 0
         self.hits = HitShare()
         registry.changed = self.changed
@@ -144,6 +150,7 @@ class Dispatcher:
 
     def changed(self) -> None:
         """Hold a round as soon as whatever runs now is done."""
+        self._note_missing()
         if not self._due and self._queue:
             self._due = True
             asyncio.get_running_loop().call_soon(self._round)
@@ -198,12 +205,20 @@ class Dispatcher:
 
     def _left_s(self, waiting: Waiting) -> float:
         """How much longer it may wait, or until somebody should look again."""
-        waited = time.monotonic() - waiting.since
+        now = time.monotonic()
         patience = self._options.engine_wait_s
-        left = self._options.queue_timeout_s - waited
-        if self._missing_role():
-            return min(left, patience - waited)
-        return min(left, patience)  # an engine may be missing by then
+        left = self._options.queue_timeout_s - (now - waiting.since)
+        missing = self._note_missing()
+        if missing is None:
+            return min(left, max(patience, _LOOK_S))  # an engine may be missing by then
+        return min(left, max(missing, waiting.since) + patience - now)
+
+    def _note_missing(self) -> float | None:
+        if not self._missing_role():
+            self._missing_since = None
+        elif self._missing_since is None:
+            self._missing_since = time.monotonic()
+        return self._missing_since
 
     def _missing_role(self) -> str:
         if not self._registry.ready("prefill"):
@@ -211,10 +226,14 @@ class Dispatcher:
         return "" if self._registry.ready("decode") else "decode"
 
     def _refusal(self, waiting: Waiting) -> NoPlaceError:
-        waited = time.monotonic() - waiting.since
+        now = time.monotonic()
+        waited = now - waiting.since
         role = self._missing_role()
         if role:
-            return NoPlaceError(f"No {role} server has been ready for {waited:.0f} s", f"no_{role}")
+            missing = now - (self._missing_since or now)
+            return NoPlaceError(
+                f"No {role} server has been ready for {missing:.0f} s", f"no_{role}"
+            )
         return NoPlaceError(
             f"No server has had room for {waited:.0f} s; try again later", "queue_timeout"
         )

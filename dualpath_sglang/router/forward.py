@@ -282,6 +282,7 @@ class Forwarder:
             self._headers(request.headers),
             lambda answer: self._learn(incoming, answer),
             lambda: parts.dispatcher.release_prefill(seat),
+            parts.options.prefill_timeout_s,
         )
 
     def _hint(self, seat: Seat) -> ReadHint | None:
@@ -337,7 +338,8 @@ class Forwarder:
         elif error.failure in ("connect", "lost"):
             parts.poller.ask_now(engine)
         answered = attempt is not None and attempt.prefill_answered
-        if error.role == "decode" and error.failure in ("status", "abort") and not answered:
+        either = error.role == "decode" and error.failure in ("status", "abort") and not answered
+        if either or error.failure == "late":
             return frozenset((seat.prefill.name, seat.decode.name))  # either may be at fault
         return frozenset((engine.name,))
 

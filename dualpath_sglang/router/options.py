@@ -136,6 +136,8 @@ class RouterOptions:
         engine_wait_s: how long one may wait while no engine of a role is ready.
         attempts: how often a request is placed.
         connect_timeout_s: of a connection to an engine.
+        prefill_timeout_s: how long a prefill server may take for its answer, all that it waits for
+            included; with all attempts less than the 300 s that SGLang waits for KV.
         drain_timeout_s: how long requests may take to end after SIGTERM.
         max_body: bytes of a request.
         output_tokens: reserved for an answer whose length is not bounded by the request.
@@ -165,6 +167,7 @@ class RouterOptions:
     engine_wait_s: float = 8.0
     attempts: int = 3
     connect_timeout_s: float = 2.0
+    prefill_timeout_s: float = 90.0
     drain_timeout_s: float = 30.0
     max_body: int = 64 << 20
     output_tokens: int = 512

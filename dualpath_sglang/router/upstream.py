@@ -21,7 +21,7 @@ from dualpath_sglang.router.engines import Engine
 from dualpath_sglang.router.options import Role
 from dualpath_sglang.router.requests import Incoming, Kind
 
-Failure: TypeAlias = Literal["refused", "connect", "status", "lost", "abort", "dead"]
+Failure: TypeAlias = Literal["refused", "connect", "status", "lost", "abort", "dead", "late"]
 Verdict: TypeAlias = Literal["go", "hold", "done"]
 
 _ROOMS = 1 << 62

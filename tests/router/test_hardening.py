@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -17,14 +19,17 @@ import pytest
 
 from dualpath_sglang.config import DualPathConfig
 from dualpath_sglang.index.source import RedisSource
-from dualpath_sglang.router import forward
+from dualpath_sglang.router import dispatch, forward
 from dualpath_sglang.router.attempt import Attempt
+from dualpath_sglang.router.engines import Engine, Registry
 from dualpath_sglang.router.loads import parse_loads
-from dualpath_sglang.router.options import EngineSpec
+from dualpath_sglang.router.nodes import ReadQueues
+from dualpath_sglang.router.options import EngineSpec, RouterOptions
 from dualpath_sglang.router.requests import parse
 from dualpath_sglang.router.sessions import Warm
 from dualpath_sglang.router.shared import Shared
 from dualpath_sglang.router.upstream import failed
+from dualpath_sglang.scheduling.engines import Request
 from tests.router.bed import asynchronous, bed, stub_process, until
 from tests.router.stub import serving
 from tests.support.redis_server import RedisServer
@@ -196,3 +201,83 @@ async def test_a_large_body_does_not_hold_up_the_event_loop(
         assert (await b.generate("a " * 300_000))[0] == 200
         main = threading.main_thread().name
         assert [name == main for name in threads] == [True, False]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@asynchronous
+async def test_two_engines_that_wait_for_each_other_are_not_waited_for(stream: bool) -> None:
+    async with bed(2, 2, prefill_timeout_s=0.5) as b:
+        for stub in b.stubs:
+            stub.do.hang = True
+        body: dict[str, Any] = {"text": "a", "sampling_params": TEN}
+        asked: asyncio.Task[Any] = asyncio.create_task(
+            b.events("/generate", **body) if stream else b.post("/generate", **body)
+        )
+        await until(lambda: sum(bool(stub.running) for stub in b.stubs) == 2)
+        for stub in b.stubs:
+            stub.do.hang = False  # whatever comes later
+        told = await asked
+        assert (told[-2] if stream else told[1])["text"].endswith("w9")
+        assert [len(stub.seen) for stub in b.stubs] == [1, 1, 1, 1]  # neither was tried again
+        await until(b.is_empty)
+        await until(lambda: not any(stub.running for stub in b.stubs))
+        late = 'dualpath_router_failures_total{failure="late",role="prefill"}'
+        assert await b.metric(late) == 1
+
+
+@asynchronous
+async def test_a_long_answer_is_not_late() -> None:
+    async with bed(prefill_timeout_s=0.2) as b:
+        b.decode[0].do.token_s = 0.1
+        assert (await b.generate(tokens=6))[0] == 200
+        assert await b.metric("dualpath_router_failures_total") == 0
+
+
+@asynchronous
+async def test_who_waits_for_room_need_not_have_patience_for_engines() -> None:
+    async with bed(engine_wait_s=0.0, queue_timeout_s=20.0) as b:
+        b.decode[0].do.capacity = 4096
+        b.decode[0].do.token_s = 0.5
+        decode = b.router.registry.of("decode")[0]
+        await until(lambda: decode.load is not None and decode.load.capacity_tokens == 4096)
+        body = {"input_ids": list(range(3000)), "sampling_params": {"max_new_tokens": 1}}
+        answers = await asyncio.gather(*(b.post("/generate", **body) for _ in range(2)))
+        assert [status for status, _ in answers] == [200, 200]
+
+
+@asynchronous
+async def test_patience_for_engines_begins_when_the_last_one_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(dispatch, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    registry = Registry()
+    options = RouterOptions(engine_wait_s=8.0, queue_timeout_s=60.0)
+    dispatcher = dispatch.Dispatcher(registry, ReadQueues(), options)
+    for role in ("prefill", "decode"):
+        registry.add(EngineSpec(f"http://{role}:1", role), "flags").heard_at = 0.0  # type: ignore[arg-type]
+    decode = registry.of("decode")[0]
+    waiting = dispatch.Waiting(1, Request("a", 1), 0.0, asyncio.Future())
+    clock.now = 20.0
+    assert dispatcher._left_s(waiting) > 0
+    registry.drain(decode)
+    clock.now = 25.0
+    assert dispatcher._left_s(waiting) == 3.0
+    registry.drain(decode, False)
+    clock.now = 55.0
+    assert dispatcher._left_s(waiting) == 5.0  # of its 60
+
+
+@asynchronous
+async def test_aborts_of_an_engine_that_does_not_answer_keep_nothing_from_others() -> None:
+    with stub_process("decode") as stopped:
+        stopped.send(signal.SIGSTOP)
+        async with bed(dead_after_s=60.0) as b:
+            engine = Engine(EngineSpec(stopped.url, "decode"), "flags")
+            aborter = b.router.aborter
+            for i in range(40):
+                aborter.abort(engine, [f"{i}"], again=False)
+            await asyncio.sleep(0.05)
+            aborter.abort(b.router.registry.of("decode")[0], ["mine"], again=False)
+            await until(lambda: b.decode[0].aborts == ["mine"])
+            assert len(aborter) >= 40  # none of the others has ended
