@@ -207,14 +207,11 @@ def stop_redis(bed: Bed, _: str) -> None:
 
 
 def fail_loads(bed: Bed, name: str) -> None:
-    """What lands and announces layers of hits fails, three times."""
+    """What lands and announces layers of hits fails, three times, in the middle of loads."""
     faults = bed.cluster[name].faults
     for _ in range(3):
         faults.on("dead_streamer")
-        end = time.monotonic() + 20.0
-        while faults.is_on("dead_streamer") and time.monotonic() < end:
-            time.sleep(0.1)
-    faults.clear()
+        wait_for(lambda: not faults.is_on("dead_streamer"), 60.0)
 
 
 Fault = Callable[[Bed, str], None]
