@@ -226,6 +226,8 @@ class Demo:
             *(sys.executable, "-m", "dualpath_sglang.cli", "router"),
             *("--host", "127.0.0.1", "--port", str(port), "--index", self._index),
             *("--root", str(self._directory / "store")),
+            # Servers forget what they have in memory between turns, which a router cannot know.
+            "--no-affinity",
             # On two cores, whose every thread is busy, a forward takes what it takes.
             *("--stuck-after", "300", "--dead-after", "20"),
         ]
