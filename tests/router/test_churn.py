@@ -23,7 +23,7 @@ from tests.router.stub import Behaviour
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
-SECONDS = float(os.environ.get("TEST_CHURN_S", "120"))
+SECONDS = float(os.environ.get("TEST_CHURN_S", "100"))
 CLIENTS = 24
 SPEED = {"prefill_s": 0.01, "token_s": 0.005}
 DEAD_AFTER_S = 3.0
@@ -166,7 +166,7 @@ def test_engines_that_come_and_go_leave_nothing_behind() -> None:
 
 async def _churn() -> None:
     with ExitStack() as stack:
-        async with bed(1, 1, sessions=200, dead_after_s=DEAD_AFTER_S) as here:
+        async with bed(1, 1, sessions=200, attempts=6, dead_after_s=DEAD_AFTER_S) as here:
             for stub in here.stubs:
                 stub.do = Behaviour(transfer=True, **SPEED)
             churn, seen, told = Churn(here, stack), Seen(), asyncio.Event()
