@@ -254,7 +254,7 @@ def main() -> None:
         ]
         print(f"{name:16} {medians[0]:10.3f} {medians[1]:12.3f} {ratios[name]:6.2f}")
     if arguments.json:
-        told = {"prediction": PREDICTION, "ratios": ratios, "rows": [asdict(row) for row in rows]}
+        told = [*map(asdict, rows), {"policy": "ratio", **ratios}]
         arguments.json.write_text(json.dumps(told, indent=1) + "\n")
 
 

@@ -18,7 +18,8 @@ GPU backend does; ``tests/support/slim_extend.py`` stands in for it, unless ``--
 | ``short_p50_s``, ``short_p99_s`` | time to the first token of short prompts, over all rounds |
 | ``long_s`` | the same of long ones, mean |
 | ``tokens_s`` | prompt tokens a second, first request to last answer, median of rounds |
-| ``cpu_tokens_s`` | prompt tokens a second of the server's CPU time, which others hardly change |
+| ``cpu_tokens_s`` | prompt tokens a second of the server's CPU time, best of the rounds |
+| ``work_s`` | predicted attention time of all batches, a round: what the cuts cost, without noise |
 | ``error`` | median relative error of the predicted attention time over all batches |
 | ``worst_s`` | largest predicted attention time of a batch |
 | ``over_s`` | how far that lies over the quota |
@@ -74,6 +75,7 @@ class Row:
     long_s: float
     tokens_s: float
     cpu_tokens_s: float
+    work_s: float
     batches: int
     error: float
     worst_s: float
@@ -122,6 +124,7 @@ class Bench:
             folder / "models", "qwen3", 0, num_hidden_layers=shape.layers
         )
         self._seeds = random.Random(7)
+        self._alone = 0
 
     def _server(self, name: str, **settings: str) -> Server:
         slots = 2 * self._shape.long_tokens + 512 * self._shape.shorts
@@ -178,13 +181,15 @@ class Bench:
                 servers[mode] = stack.enter_context(self._server(mode, **settings))
             alone = [Request(r.prompt, 0.0, r.long) for r in self._requests(0.0) if r.long]
             window_s = self._play(servers["off"], alone, Seen())
+            self._alone = len(read_batches(self._trace("off")))
             say(f"the long prompts alone take {window_s:.1f} s")
             for number in range(rounds):
                 requests = self._requests(0.8 * window_s)
                 order = MODES[number % 3 :] + MODES[: number % 3]
                 for mode in order:
                     took = self._play(servers[mode], requests, seen[mode])
-                    say(f"round {number + 1}, {mode}: {took:.1f} s")
+                    each = seen[mode].cpu_tokens_s[-1]
+                    say(f"round {number + 1}, {mode}: {took:.1f} s, {each:.0f} tokens a CPU second")
         return [self._row(mode, seen[mode]) for mode in MODES], self._profile
 
     def _requests(self, window_s: float) -> list[Request]:
@@ -233,6 +238,7 @@ class Bench:
         model, shape = self._profile.model, self._shape
         batches = [b for b in read_batches(self._trace(mode)) if b.attention_s]
         predicted = [model.predict(b.requests) for b in batches]
+        first = self._alone if mode == "off" else 0
         longest = Work(shape.long_tokens - _PAGE, _PAGE)
         worst = max(predicted)
         return Row(
@@ -243,7 +249,8 @@ class Bench:
             short_p99_s=percentile(seen.short_s, 0.99),
             long_s=statistics.mean(seen.long_s),
             tokens_s=statistics.median(seen.tokens_s),
-            cpu_tokens_s=statistics.median(seen.cpu_tokens_s),
+            cpu_tokens_s=max(seen.cpu_tokens_s),
+            work_s=sum(predicted[first:]) / len(seen.tokens_s),
             batches=len(batches),
             error=statistics.median(_errors(batches, predicted)),
             worst_s=worst,
@@ -321,7 +328,7 @@ def main(
 def _table(rows: Sequence[Row]) -> Table:
     off = rows[0]
     table = Table(title="Short prompts beside two long ones: time to the first token")
-    columns = ("mode", "short p50 s", "short p99 s", "long s", "tokens/s", "tokens/CPU s")
+    columns = ("mode", "short p50 s", "short p99 s", "long s", "tokens/s", "tokens/CPU s", "work s")
     for column in (*columns, "batches", "error", "worst batch s", "over quota s", ""):
         table.add_column(column, justify="left" if column in ("mode", "") else "right")
     for row in rows:
@@ -340,6 +347,7 @@ def _table(rows: Sequence[Row]) -> Table:
             *(f"{value:.2f}" for value in figures),
             f"{row.tokens_s:.0f} ({row.tokens_s / off.tokens_s:.2f})",
             f"{row.cpu_tokens_s:.0f} ({row.cpu_tokens_s / off.cpu_tokens_s:.2f})",
+            f"{row.work_s:.2f} ({row.work_s / off.work_s:.2f})",
             str(row.batches),
             f"{row.error:.1%}",
             f"{row.worst_s:.3f}",

@@ -158,7 +158,7 @@ class Demo:
         self._engines = engines
         self._began = time.monotonic()
         self._sessions = [
-            Session(replace(WORKLOAD, seed=seed, system_chars=1200 + 400 * seed))
+            Session(replace(WORKLOAD, seed=seed, system_chars=800 + 300 * seed))
             for seed in range(sessions)
         ]
         self.steps: list[Step] = []
@@ -226,6 +226,8 @@ class Demo:
             *(sys.executable, "-m", "dualpath_sglang.cli", "router"),
             *("--host", "127.0.0.1", "--port", str(port), "--index", self._index),
             *("--root", str(self._directory / "store")),
+            # On two cores, whose every thread is busy, a forward takes what it takes.
+            *("--stuck-after", "300", "--dead-after", "20"),
         ]
         with (self._directory / "router.log").open("ab") as log:
             process = subprocess.Popen(

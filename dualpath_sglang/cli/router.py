@@ -88,7 +88,7 @@ def router(
     stuck_after: Annotated[
         float,
         typer.Option(min=0.1, help="Seconds without news of a busy scheduler: likewise."),
-    ] = 10.0,
+    ] = 30.0,
     queue_limit: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 10_000,
     queue_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds one may wait.")] = 60.0,
     engine_wait: Annotated[

@@ -90,7 +90,7 @@ class Packing:
                 self._model,
                 rules,
                 Work(req.prefix_len, new),
-                [_waiting(other) for other in self._scheduler.waiting_queue],
+                (_waiting(other) for other in self._scheduler.waiting_queue),
                 adder.rem_chunk_tokens,
             )
             if chunk < new:

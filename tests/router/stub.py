@@ -45,6 +45,8 @@ class Behaviour:
     hang: bool = False
     """Requests are taken and never answered."""
     rendezvous: bool = True
+    transfer: bool = False
+    """A prefill stub answers when decode has been told, as SGLang's does after the transfer."""
     frozen: bool = False
     """/v1/loads goes on telling what it told last: the scheduler stands still."""
     foreign_requests: int = 0
@@ -144,9 +146,24 @@ class Stub:
                     told.set()
         return web.Response()
 
-    async def _room(self, request: web.Request) -> web.Response:
-        await self._event(int(request.match_info["room"])).wait()
-        return web.Response()
+    async def _room(self, request: web.Request) -> web.StreamResponse:
+        room = int(request.match_info["room"])
+        await self._event(room).wait()
+        response = web.Response()
+        await response.prepare(request)
+        await response.write_eof()
+        self._event(-room - 1).set()
+        return response
+
+    async def _sent(self, room: int, told: asyncio.Event) -> bool:
+        """Whether decode has been told; False when aborted."""
+        waits = [asyncio.create_task(e.wait()) for e in (self._event(-room - 1), told)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return not told.is_set()
 
     def _event(self, room: int) -> asyncio.Event:
         return self.rooms.setdefault(room, asyncio.Event())
@@ -191,6 +208,8 @@ class Stub:
             if await _either(told, do.prefill_s):
                 return self._aborted(request, body), "aborted"
             self._event(room).set()
+            if do.transfer and not await self._sent(room, told):
+                return self._aborted(request, body), "aborted"
             return web.json_response(self._whole(request.path, body, 1)), "answered"
         if do.rendezvous and not await self._met(body, told):
             return self._aborted(request, body), "aborted"

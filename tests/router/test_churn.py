@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import random
 import signal
@@ -18,12 +19,16 @@ import aiohttp
 import pytest
 
 from tests.router.bed import Bed, StubProcess, bed, until
+from tests.router.stub import Behaviour
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
-SECONDS = float(os.environ.get("TEST_CHURN_S", "90"))
+SECONDS = float(os.environ.get("TEST_CHURN_S", "120"))
 CLIENTS = 24
-MOST = 4
+SPEED = {"prefill_s": 0.01, "token_s": 0.005}
+DEAD_AFTER_S = 3.0
+"""All of this is one process and its children, on a machine that does other things too."""
+MOST = 2
 """Engines of a role beside the one that always stays."""
 LONGEST_S = 30.0
 
@@ -79,6 +84,7 @@ class Churn:
         self._here = here
         self._stack = stack
         self._random = random.Random(5)
+        self._ways = itertools.cycle(("kill", "stop", "drain", "reborn"))
         self.engines: list[StubProcess] = []
         self.done: Counter[str] = Counter()
 
@@ -90,7 +96,7 @@ class Churn:
             await self._join(role)
             return
         engine = self._random.choice(mine)
-        how = self._random.choice(("kill", "stop", "drain", "leave", "reborn"))
+        how = next(self._ways)
         self.done[how] += 1
         await getattr(self, f"_{how}")(engine)
 
@@ -100,7 +106,7 @@ class Churn:
             await self._leave(engine)
 
     async def _join(self, role: str) -> None:
-        engine = await asyncio.to_thread(StubProcess, role, prefill_s=0.01, token_s=0.005)
+        engine = await asyncio.to_thread(StubProcess, role, transfer=True, **SPEED)
         self._stack.callback(engine.close)
         self.engines.append(engine)
         await self._here.post(
@@ -117,7 +123,7 @@ class Churn:
     async def _stop(self, engine: StubProcess) -> None:
         """Longer than a router waits; then it goes on with what it had."""
         engine.send(signal.SIGSTOP)
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(DEAD_AFTER_S + 1.0)
         engine.send(signal.SIGCONT)
 
     async def _drain(self, engine: StubProcess) -> None:
@@ -160,9 +166,9 @@ def test_engines_that_come_and_go_leave_nothing_behind() -> None:
 
 async def _churn() -> None:
     with ExitStack() as stack:
-        async with bed(1, 1, sessions=200, attempts=4) as here:
+        async with bed(1, 1, sessions=200, dead_after_s=DEAD_AFTER_S) as here:
             for stub in here.stubs:
-                stub.do.prefill_s, stub.do.token_s = 0.01, 0.005
+                stub.do = Behaviour(transfer=True, **SPEED)
             churn, seen, told = Churn(here, stack), Seen(), asyncio.Event()
             await asyncio.sleep(1.0)
             before = held()
@@ -191,7 +197,7 @@ async def _churn() -> None:
 
 
 def _check(seen: Seen, churn: Churn) -> None:
-    assert {"join", "kill", "stop", "drain", "leave", "reborn"} <= set(churn.done)
+    assert {"join", "kill", "stop", "drain", "reborn"} <= set(churn.done)
     assert seen.outcomes["ok"] > 200
     assert not seen.outcomes["wrong"], seen.texts
     assert not seen.outcomes["hangs"]
