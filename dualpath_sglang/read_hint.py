@@ -76,9 +76,13 @@ def into_rid(rid: str, hint: ReadHint) -> str:
 
 
 def without_hint(rid: str) -> str:
-    """The request id that :func:`into_rid` was given; any other as it is."""
-    found = _suffix(rid)
-    return rid if found is None else rid[: found[0]]
+    """The request id that :func:`into_rid` was given; any other as it is.
+
+    What is left carries no hint, whatever a client put before the one that is taken off.
+    """
+    while (found := _suffix(rid)) is not None:
+        rid = rid[: found[0]]
+    return rid
 
 
 def from_rid(rid: str) -> ReadHint | None:

@@ -57,6 +57,16 @@ def test_a_second_hint_takes_the_place_of_the_first(
 
 
 @settings(deadline=None, max_examples=50)
+@given(PRINTABLE, hints(), hints())
+def test_no_hint_is_left_under_the_one_that_is_taken_off(
+    rid: str, first: ReadHint, second: ReadHint
+) -> None:
+    nested = into_rid(rid, first) + into_rid("", second)
+    assert from_rid(nested) == second
+    assert from_rid(without_hint(nested)) is None
+
+
+@settings(deadline=None, max_examples=50)
 @given(hints(), st.integers(0, 999))
 def test_the_number_that_sglang_adds_does_not_hide_the_hint(hint: ReadHint, number: int) -> None:
     assert from_rid(f"{into_rid('a', hint)}_{number}") == hint

@@ -163,7 +163,9 @@ class Attempt:
         self._headers = headers
         self._prefilled = prefilled
         self._prefill_ended = prefill_ended
-        self._bodies = bodies(incoming, seat.prefill, hint)
+        made = bodies(incoming, seat.prefill, hint)
+        self.rids = made.rids
+        """As the engines know it."""
         self._patience_s = patience_s
         self._began = time.monotonic()
         self._dead: asyncio.Future[UpstreamError] = asyncio.get_running_loop().create_future()
@@ -171,13 +173,9 @@ class Attempt:
         self._logprobs: list[dict[str, Any]] = []
         self._done: set[Role] = set()
         seat.on_death = self._on_death
-        self._prefill = asyncio.create_task(self._ask_prefill())
-        self._decode = asyncio.create_task(self._ask_decode())
-
-    @property
-    def rids(self) -> tuple[str, ...]:
-        """As the engines know it."""
-        return self._bodies.rids
+        # In lists, out of which they are taken: prompts are long, and nobody needs them once sent.
+        self._prefill = asyncio.create_task(self._ask_prefill([made.prefill]))
+        self._decode = asyncio.create_task(self._ask_decode([made.decode]))
 
     async def begin(self) -> Answer | Stream:
         """The decode server's answer, or the prefill server's refusal of the request.
@@ -319,11 +317,11 @@ class Attempt:
         if role == "decode" and self._stream is not None:
             self._stream.response.close()
 
-    async def _ask_prefill(self) -> Answer:
+    async def _ask_prefill(self, body: list[bytes]) -> Answer:
         try:
             async with self._session.post(
                 self.seat.prefill.spec.url + PATHS[self._incoming.kind],
-                data=self._bodies.prefill,
+                data=body.pop(),
                 headers=self._headers,
             ) as response:
                 answer = check_answer("prefill", await read_answer(response), aborted=self.aborted)
@@ -339,11 +337,11 @@ class Attempt:
             self._prefilled(answer)
         return answer
 
-    async def _ask_decode(self) -> Answer | Stream:
+    async def _ask_decode(self, body: list[bytes]) -> Answer | Stream:
         try:
             response = await self._session.post(
                 self.seat.decode.spec.url + PATHS[self._incoming.kind],
-                data=self._bodies.decode,
+                data=body.pop(),
                 headers=self._headers,
             )
             try:

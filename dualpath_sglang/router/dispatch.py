@@ -166,8 +166,8 @@ class Dispatcher:
         future: asyncio.Future[Seat] = asyncio.get_running_loop().create_future()
         waiting = Waiting(number, request, time.monotonic(), future)
         insort(self._queue, waiting, key=lambda w: w.number)
-        self._round()
         try:
+            self._round()
             while not future.done():
                 left = self._left_s(waiting)
                 if left <= 0:

@@ -96,9 +96,7 @@ class Forwarder:
         outcome = "cancelled"
         try:
             try:
-                async with asyncio.timeout(_READ_S):
-                    raw = await request.read()
-                incoming = await self._parsed(kind, raw, request.headers)
+                incoming = await self._parsed(kind, await self._body(request), request.headers)
             except BadRequestError as error:
                 outcome = "bad_request"
                 return error_response(kind, error.status, error.message, error.param)
@@ -114,6 +112,20 @@ class Forwarder:
                 self._end(active)
         finally:
             self._parts.metrics.requests.labels(kind, outcome).inc()
+
+    async def _body(self, request: web.Request) -> bytes:
+        """The body, which is not kept by the request: prompts are long, and answers take time.
+
+        Raises:
+            HTTPRequestEntityTooLarge, TimeoutError: so it is.
+        """
+        most, body = self._parts.options.max_body, bytearray()
+        async with asyncio.timeout(_READ_S):
+            async for chunk in request.content.iter_any():
+                body += chunk
+                if len(body) > most:
+                    raise web.HTTPRequestEntityTooLarge(most)
+        return bytes(body)
 
     async def _parsed(self, kind: Kind, raw: bytes, headers: Mapping[str, str]) -> Incoming:
         """What :func:`parse` says; a large body holds up nobody else."""

@@ -7,7 +7,6 @@ import errno
 import json
 import signal
 import threading
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ import pytest
 
 from dualpath_sglang.config import DualPathConfig
 from dualpath_sglang.index.source import RedisSource
-from dualpath_sglang.router import dispatch, forward
+from dualpath_sglang.router import attempt, dispatch, forward
 from dualpath_sglang.router.attempt import Attempt
 from dualpath_sglang.router.engines import Engine, Registry
 from dualpath_sglang.router.loads import parse_loads
@@ -28,7 +27,7 @@ from dualpath_sglang.router.options import EngineSpec, RouterOptions
 from dualpath_sglang.router.requests import parse
 from dualpath_sglang.router.sessions import Warm
 from dualpath_sglang.router.shared import Shared
-from dualpath_sglang.router.upstream import failed
+from dualpath_sglang.router.upstream import Bodies, bodies, failed
 from dualpath_sglang.scheduling.engines import Request
 from tests.router.bed import asynchronous, bed, stub_process, until
 from tests.router.stub import serving
@@ -74,25 +73,6 @@ async def test_a_router_without_file_descriptors_does_not_take_engines_for_dead(
         assert await b.metric("dualpath_router_engine_deaths_total") == 0
         monkeypatch.undo()
         assert (await b.generate())[0] == 200
-
-
-@asynchronous
-async def test_what_a_router_sleeps_through_itself_is_no_engines_silence() -> None:
-    slow = {"token_s": 0.2}
-    with stub_process("prefill") as prefill, stub_process("decode", **slow) as decode:
-        engines = tuple(EngineSpec(s.url, s.role, s.port) for s in (prefill, decode))  # type: ignore[arg-type]
-        async with bed(0, 0, extra=engines, dead_after_s=1.0, poll_interval_s=0.1) as b:
-            asked = asyncio.create_task(b.events("/generate", text="a", sampling_params=TEN))
-            decoding = b.router.registry.of("decode")[0]
-            await until(lambda: decoding.own_requests > 0)
-            for _ in range(3):  # at whatever point of the polls
-                time.sleep(1.1)  # nothing runs meanwhile
-                await asyncio.sleep(0.03)
-            told = await asked
-            deaths = await b.metric("dualpath_router_engine_deaths_total")
-        assert told[-1] == "[DONE]"
-        assert not any("error" in event for event in told[:-1])
-        assert deaths == 0
 
 
 def test_a_rank_without_work_may_sleep() -> None:
@@ -281,3 +261,43 @@ async def test_aborts_of_an_engine_that_does_not_answer_keep_nothing_from_others
             aborter.abort(b.router.registry.of("decode")[0], ["mine"], again=False)
             await until(lambda: b.decode[0].aborts == ["mine"])
             assert len(aborter) >= 40  # none of the others has ended
+
+
+@asynchronous
+async def test_what_was_sent_is_not_kept_while_the_answer_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gone: list[int] = []
+
+    class Tracked(bytes):
+        def __del__(self) -> None:
+            gone.append(len(self))
+
+    def tracked(*given: Any) -> Bodies:
+        made = bodies(*given)
+        return Bodies(Tracked(made.prefill), Tracked(made.decode), made.rids)
+
+    monkeypatch.setattr(attempt, "bodies", tracked)
+    async with bed() as b:
+        b.decode[0].do.token_s = 0.5
+        body = {"text": "a" * 100_000, "stream": True}
+        async with b.http.post(b.url + "/generate", json=body) as answer:
+            await answer.content.readline()
+            await until(lambda: len(gone) == 2)
+            assert b.decode[0].running
+
+
+@asynchronous
+async def test_a_round_that_fails_fails_its_own_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with bed() as b:
+
+        def fails(*_: Any) -> Any:
+            raise ValueError("a fault in scheduling")
+
+        monkeypatch.setattr(dispatch, "place", fails)
+        assert (await b.generate())[0] == 500
+        monkeypatch.undo()
+        assert (await b.generate())[0] == 200
+        assert await b.is_empty()
