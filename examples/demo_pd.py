@@ -59,7 +59,8 @@ SERVER_BYTES = 1536 << 20
 READ_AGAIN = 1.5
 """A hit that both sides read for themselves is read twice."""
 _MIB = 1 << 20
-_NOISE_BYTES = 1 << 20
+_NOISE_BYTES = 4 << 20
+"""Of a machine in a round: what it imports late, what an agent looks at."""
 _ENVIRONMENT = {
     **CPU_ENVIRONMENT,
     "SGLANG_HOST_IP": "127.0.0.1",
