@@ -280,24 +280,31 @@ class Dispatcher:
         self._due = False
         if not self._queue or self._missing_role():
             return
-        rules, cluster = self.rules(), self.cluster()
-        at = settled = 0
-        while at < len(self._queue):
-            part = self._queue[at : at + _AT_ONCE]
+        try:
+            self._place(self._queue, self.rules(), self.cluster())
+        finally:
+            self._queue = [w for w in self._queue if not w.placed.done()]
+
+    def _place(self, queue: list[Waiting], rules: Rules, cluster: Cluster) -> None:
+        """In turn, until one must wait.
+
+        One that engines failed before may only go to others, and does not hold up those behind it
+        while these are full: it is passed, and comes first again in the next round.
+        """
+        while queue:
+            part, rest = queue[:_AT_ONCE], queue[_AT_ONCE:]
             asked = [_offered(w.request, cluster) for w in part]
             done = place(asked, cluster, rules)
             self.rounds += 1
             if self._recording is not None:
                 self._recording.record(asked, cluster, rules, done)
-            settled += len(done.placements) + len(done.stranded)
             self._apply({w.request.id: w for w in part}, done)
             cluster = done.cluster_after
             self._turns = (cluster.next_prefill, cluster.next_decode, cluster.next_side)
-            if done.waiting:
-                break
-            at += _AT_ONCE
-        if settled:
-            self._queue = [w for w in self._queue if not w.placed.done()]
+            if done.waiting and not done.waiting[0].excluded:
+                return
+            behind = {request.id for request in done.waiting[1:]}
+            queue = [w for w in part if w.request.id in behind] + rest
 
     def _apply(self, waiting: dict[str, Waiting], done: Round) -> None:
         for placement in done.placements:

@@ -301,3 +301,28 @@ async def test_a_round_that_fails_fails_its_own_request_alone(
         monkeypatch.undo()
         assert (await b.generate())[0] == 200
         assert await b.is_empty()
+
+
+@asynchronous
+async def test_one_that_an_engine_failed_does_not_hold_up_others_while_the_rest_is_full() -> None:
+    async with bed(1, 2, nodes=False) as b:
+        full, good = sorted(b.decode, key=lambda stub: stub.name)
+        full.do.capacity = good.do.capacity = 4096
+        decodes = b.router.registry.of("decode")
+        await until(lambda: all(e.load and e.load.capacity_tokens == 4096 for e in decodes))
+        body = {"input_ids": list(range(3000)), "sampling_params": {"max_new_tokens": 1}}
+        full.do.hang = True  # and the two are equal, so it is the first that takes it
+        holds = asyncio.create_task(b.post("/generate", rid="holds", **body))
+        await until(lambda: bool(full.running))
+        good.do.fail_next = 1
+        again = asyncio.create_task(b.post("/generate", **body))
+        await until(lambda: len(b.router.dispatcher) == 1)
+        assert (await b.post("/generate", **body))[0] == 200  # by the one that is good by now
+        assert len(good.seen) == 2
+        assert not again.done()
+        full.do.hang = False
+        await b.post("/abort_request", rid="holds")
+        assert (await again)[0] == 200
+        await holds
+        assert len(full.seen) == 2
+        await until(b.is_empty)
