@@ -228,7 +228,7 @@ class Demo:
             *("--host", "127.0.0.1", "--port", str(port), "--index", self._index),
             *("--root", str(self._directory / "store")),
             # Servers forget what they have in memory between turns, which a router cannot know.
-            "--no-affinity",
+            *("--warm-for", "0"),
             # On two cores, whose every thread is busy, a forward takes what it takes.
             *("--stuck-after", "300", "--dead-after", "20"),
         ]

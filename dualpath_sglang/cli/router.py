@@ -69,6 +69,10 @@ def router(
     affinity: Annotated[
         bool, typer.Option(help="Sessions return to where their prefix is warm, when it pays.")
     ] = True,
+    warm_for: Annotated[
+        float,
+        typer.Option(min=0.0, help="Seconds that engines are believed to keep a prefix in memory."),
+    ] = 600.0,
     alpha: Annotated[float, typer.Option(min=0.0, help="The paper's alpha, seconds.")] = 3.0,
     beta: Annotated[float, typer.Option(min=0.0, help="The paper's beta, seconds.")] = 5.0,
     read_rate: Annotated[
@@ -149,6 +153,7 @@ def router(
             policy=policy.value,
             path=path.value,
             affinity=affinity,
+            warm_s=warm_for,
             alpha_s=alpha,
             beta_s=beta,
             read_rate=read_rate,

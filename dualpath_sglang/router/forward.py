@@ -230,15 +230,12 @@ class Forwarder:
             tokens = min(tokens, max(room))
         key, warm = self._find(incoming)
         known = 0 if warm is None else min(warm.tokens, tokens)
-        return Request(
-            "",
-            tokens,
-            known,
-            output,
-            None if warm is None else warm.prefill,
-            None if warm is None else warm.decode,
-            known,
-        ), key
+        asked = Request("", tokens, known, output)
+        if warm is not None and time.monotonic() - warm.at < options.warm_s:
+            asked = replace(
+                asked, warm_prefill=warm.prefill, warm_decode=warm.decode, warm_tokens=known
+            )
+        return asked, key
 
     def _find(self, incoming: Incoming) -> tuple[int | None, Warm | None]:
         sessions = self._parts.sessions

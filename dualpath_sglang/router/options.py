@@ -124,6 +124,7 @@ class RouterOptions:
             ``path`` names others.
         path: who is told to read a hit; ``free`` tells nobody.
         affinity: whether sessions return to where their prefix is warm.
+        warm_s: how long engines are believed to keep a prefix in memory.
         alpha_s, beta_s: the paper's 3 and 5 seconds.
         read_rate, prefill_rate: tokens a second of a node and of a PE, counted until they have
             been measured; None: no bound until then.
@@ -155,6 +156,7 @@ class RouterOptions:
     policy: Policy = "dualpath"
     path: Path = "shorter_queue"
     affinity: bool = True
+    warm_s: float = 600.0
     alpha_s: float = 3.0
     beta_s: float = 5.0
     read_rate: float | None = None

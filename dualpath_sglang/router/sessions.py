@@ -8,9 +8,10 @@ of messages, for chat, and multiples of a fixed length for text and token ids.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +21,13 @@ class Warm:
     Args:
         prefill, decode: names of the engines that served it.
         tokens: its length.
+        at: when, monotonic seconds.
     """
 
     prefill: str
     decode: str
     tokens: int
+    at: float = field(default_factory=time.monotonic, compare=False)
 
 
 class Sessions:
