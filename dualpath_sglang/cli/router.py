@@ -121,6 +121,12 @@ def router(
         Path | None,
         typer.Option(help="Its first line is the API key of the servers, for the router itself."),
     ] = None,
+    lend_engine_key: Annotated[
+        bool,
+        typer.Option(
+            "--lend-engine-key", help="Also send it with requests of clients that send none."
+        ),
+    ] = False,
     record: Annotated[
         Path | None, typer.Option(help="Write each round of placement to this file.")
     ] = None,
@@ -172,6 +178,7 @@ def router(
             sessions=sessions,
             admin_key=key or "",
             engine_key="" if engine_key_file is None else _first_line(engine_key_file),
+            lend_engine_key=lend_engine_key,
             record="" if record is None else str(record),
         )
     except OptionsError as error:

@@ -222,7 +222,7 @@ class Router:
         headers = {}
         if "Authorization" in request.headers:
             headers["Authorization"] = request.headers["Authorization"]
-        elif self.options.engine_key:
+        elif self.options.engine_key and self.options.lend_engine_key:
             headers["Authorization"] = f"Bearer {self.options.engine_key}"
         for engine in (*self.registry.ready("decode"), *self.registry.ready("prefill")):
             with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):

@@ -318,7 +318,8 @@ class Forwarder:
     def _headers(self, headers: Mapping[str, str]) -> dict[str, str]:
         passed = {name: headers[name] for name in PASSED_ON if name in headers}
         passed["Content-Type"] = "application/json"
-        key = self._parts.options.engine_key
+        options = self._parts.options
+        key = options.engine_key if options.lend_engine_key else ""
         if key and "Authorization" not in passed:
             passed["Authorization"] = f"Bearer {key}"
         return passed

@@ -144,7 +144,8 @@ class RouterOptions:
         output_tokens: reserved for an answer whose length is not bounded by the request.
         sessions: how many are remembered.
         admin_key: needed to change engines; empty for none.
-        engine_key: sent to engines when the client sends no Authorization of its own.
+        engine_key: for the router's own questions to engines.
+        lend_engine_key: also sent with requests of clients that have no Authorization of their own.
         record: file to which rounds of placement are written.
     """
 
@@ -176,6 +177,7 @@ class RouterOptions:
     sessions: int = 100_000
     admin_key: str = field(default="", repr=False)
     engine_key: str = field(default="", repr=False)
+    lend_engine_key: bool = False
     record: str = ""
 
     def __post_init__(self) -> None:

@@ -62,7 +62,7 @@ async def _serve(
     async with Router(options, config) as router, listening(router) as (_, site, port):
         logger.info("The router serves at http://%s:%d", options.host, port)
         if not (options.admin_key or options.host in _HERE):
-            logger.warning("Whoever reaches it may change its engines: there is no --admin-key")
+            logger.info("Without --admin-key only callers of this machine may change its engines")
         started(port)
         await told.wait()
         logger.info("The router takes nothing new and lets %d requests end", len(router.forwarder))

@@ -8,11 +8,14 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from dualpath_sglang.config import DualPathConfig
 from dualpath_sglang.kvcache import KVCache
+from dualpath_sglang.router.admin import AdminApi
 from dualpath_sglang.router.trace import read, replay, same
 from tests.router.bed import Bed, asynchronous, bed, until
 from tests.router.stub import serving
@@ -107,6 +110,22 @@ async def test_changes_need_the_key_where_there_is_one() -> None:
             ]
             assert [(await each).status for each in asked] == [wanted] * 3
         assert (await b.get("/engines"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("caller", "status"),
+    [("127.0.0.1", 404), ("::1", 404), ("10.0.0.9", 403), ("2001:db8::1", 403), ("", 403)],
+)
+@asynchronous
+async def test_without_a_key_only_this_machine_changes_engines(caller: str, status: int) -> None:
+    async with bed() as b:
+        api = AdminApi(b.router.registry, b.router.membership, b.router.options)
+        transport = Mock()
+        transport.get_extra_info = {"peername": (caller, 1)}.get
+        request = make_mocked_request(
+            "POST", "/engines/nobody/drain", match_info={"name": "nobody"}, transport=transport
+        )
+        assert (await api.drain(request)).status == status
 
 
 @pytest.mark.parametrize(
