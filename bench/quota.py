@@ -297,7 +297,7 @@ def _first_token_s(server: Server, prompt: Sequence[int]) -> float:
 def main(
     json: Annotated[Path | None, typer.Option(help="write the rows here")] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
-    quota: Annotated[float, typer.Option(min=0.001, help="seconds of attention a batch")] = 0.3,
+    quota: Annotated[float, typer.Option(min=0.001, help="seconds of attention a batch")] = 0.5,
     long_tokens: Annotated[int, typer.Option(min=512, max=16000)] = 12000,
     chunk: Annotated[int, typer.Option(min=64, help="SGLang's --chunked-prefill-size")] = 2048,
     shorts: Annotated[int, typer.Option(min=1, help="short prompts a round")] = 40,
