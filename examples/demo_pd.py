@@ -367,9 +367,9 @@ class Demo:
             sizes = (f"{done.read[name] / _MIB:.1f}" for name in names)
             table.add_row(str(number), *sizes, f"{read / _MIB:.1f}", ratio)
         console.print(table)
-        paths = Counter(step.path for step in self.steps)
+        paths = Counter(step.path for step in self.steps if step.turn.storage_tokens)
         told = ", ".join(f"{count} by {path}" for path, count in sorted(paths.items()))
-        print(f"Requests by the path that their hits were read over: {told}")
+        print(f"Hits by the path that they were read over: {told}")
 
 
 def say_heading() -> None:
