@@ -22,10 +22,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import openai
 
 from dualpath_sglang.kvcache import KVCache
 from dualpath_storage import NO_PARENT, StoreOptions
@@ -336,30 +338,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.turns < 2:
         parser.error("a session that is interrupted has at least 2 turns")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupted)  # so that the server is not left running
     began = time.monotonic()
-    try:
+
+    def run() -> None:
         with working_directory(options.keep) as directory:
             demo = Demo(directory, options.turns)
             demo.run()
-    except (DemoError, ServerError, OSError) as error:
+        demo.report()
+        print(
+            f"All held, in {time.monotonic() - began:.0f} s: hits from storage after the restart, "
+            "a damaged page missed, named and mended, and every answer as without a cache."
+        )
+
+    return shown(run, keeps=options.keep is not None)
+
+
+def shown(run: Callable[[], None], *, keeps: bool) -> int:
+    """Run a demo so that it leaves nothing running, however it ends; its exit status.
+
+    Args:
+        keeps: whether what it leaves behind can be looked at.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupted)
+    try:
+        run()
+    except (DemoError, ServerError, openai.OpenAIError, OSError) as error:
         print(f"\nThe demo failed: {error}", file=sys.stderr)
-        if options.keep is None:
-            print("With --keep DIR it leaves the store and the log behind.", file=sys.stderr)
+        if not keeps:
+            print("With --keep DIR it leaves the store and the logs behind.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nThe demo was interrupted.", file=sys.stderr)
         return 130
-    demo.report()
-    print(
-        f"All held, in {time.monotonic() - began:.0f} s: hits from storage after the restart, a "
-        "damaged page missed, named and mended, and every answer as without a cache."
-    )
     return 0
 
 
-def interrupted(number: int, frame: Any) -> None:
+def _interrupted(number: int, frame: Any) -> None:
     del frame
     raise KeyboardInterrupt(signal.Signals(number).name)
 

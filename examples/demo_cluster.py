@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import json
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -33,11 +32,11 @@ from examples.demo import (
     UNCACHED_FLAGS,
     WORKLOAD,
     DemoError,
-    interrupted,
     make_model,
+    shown,
     working_directory,
 )
-from examples.serving import CPU_ENVIRONMENT, Server, ServerError
+from examples.serving import CPU_ENVIRONMENT, Server
 
 START_S = 20.0
 
@@ -171,17 +170,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.turns < 2:
         parser.error("a session that moves has at least 2 turns")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupted)  # so that no server is left running
-    try:
+
+    def show() -> None:
         with working_directory(options.keep) as directory:
             run(directory, options.turns)
-    except (DemoError, ServerError) as error:
-        print(f"\n{error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+    return shown(show, keeps=options.keep is not None)
 
 
 if __name__ == "__main__":

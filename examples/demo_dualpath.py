@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -38,12 +37,12 @@ from examples.demo import (
     UNCACHED_FLAGS,
     WORKLOAD,
     DemoError,
-    interrupted,
     make_model,
+    shown,
     working_directory,
 )
 from examples.demo_cluster import redis_server
-from examples.serving import CPU_ENVIRONMENT, Server, ServerError
+from examples.serving import CPU_ENVIRONMENT, Server
 
 AGENTS = ("decode 1", "decode 2")
 PREFILL = "prefill"
@@ -306,24 +305,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.turns < 6:
         parser.error("a session in which an agent goes and comes back has at least 6 turns")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupted)  # so that nothing is left running
-    try:
+
+    def run() -> None:
         with working_directory(options.keep) as directory, redis_server(directory) as index:
             demo = Demo(directory, index, options.turns)
             demo.run()
-    except (DemoError, ServerError, OSError) as error:
-        print(f"\nThe demo failed: {error}", file=sys.stderr)
-        if options.keep is None:
-            print("With --keep DIR it leaves the store and the logs behind.", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nThe demo was interrupted.", file=sys.stderr)
-        return 130
-    print()
-    demo.report(Console(width=None if sys.stdout.isatty() else 110))
-    print("Every answer is right, and every node has read for the prefill while it lived.")
-    return 0
+        print()
+        demo.report(Console(width=None if sys.stdout.isatty() else 110))
+        print("Every answer is right, and every node has read for the prefill while it lived.")
+
+    return shown(run, keeps=options.keep is not None)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import signal
 import socket
 import subprocess
 import sys
@@ -30,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
@@ -45,13 +43,13 @@ from examples.demo import (
     UNCACHED_FLAGS,
     WORKLOAD,
     DemoError,
-    interrupted,
     make_model,
+    shown,
     working_directory,
 )
 from examples.demo_cluster import redis_server
 from examples.demo_dualpath import Agent
-from examples.serving import CPU_ENVIRONMENT, Server, ServerError
+from examples.serving import CPU_ENVIRONMENT, Server
 
 START_S = 300.0
 SERVER_BYTES = 1536 << 20
@@ -423,24 +421,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     engines = engines_that_fit() if options.engines is None else options.engines
     if options.turns < 2 or options.sessions < engines or engines < 1:
         parser.error("there are at least 2 turns, and a session for each server of a role")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupted)  # so that nothing is left running
-    try:
+
+    def run() -> None:
         with working_directory(options.keep) as directory, redis_server(directory) as index:
             demo = Demo(directory, index, options.sessions, options.turns, engines)
             demo.run()
-    except (DemoError, ServerError, openai.OpenAIError, OSError) as error:
-        print(f"\nThe demo failed: {error}", file=sys.stderr)
-        if options.keep is None:
-            print("With --keep DIR it leaves the store and the logs behind.", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nThe demo was interrupted.", file=sys.stderr)
-        return 130
-    print()
-    demo.report(Console(width=None if sys.stdout.isatty() else 110))
-    print("Every answer is right, and no hit was read from storage twice for its two sides.")
-    return 0
+        print()
+        demo.report(Console(width=None if sys.stdout.isatty() else 110))
+        print("Every answer is right, and no hit was read from storage twice for its two sides.")
+
+    return shown(run, keeps=options.keep is not None)
 
 
 if __name__ == "__main__":
