@@ -44,7 +44,9 @@ def router(
     ] = None,
     decode: Annotated[
         list[str] | None,
-        typer.Option("--decode", metavar="URL[,node=NAME]", help="A decode server; likewise."),
+        typer.Option(
+            "--decode", metavar="URL[,node=NAME][,group=NAME]", help="A decode server; likewise."
+        ),
     ] = None,
     index: Annotated[
         str | None,

@@ -7,6 +7,7 @@ import ipaddress
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -96,8 +97,10 @@ class Membership:
             wanted[name] = (spec, "flags")
         for name, spec in self._reported.items():
             known = wanted.get(name)
-            if known is None or not known[0].node:
-                wanted[name] = (spec, known[1] if known else "index")
+            if known is None:
+                wanted[name] = (spec, "index")
+            elif not known[0].node:
+                wanted[name] = (replace(spec, group=known[0].group), known[1])
         draining = set()
         for name, record in self._records.items():
             state = record.get("state")

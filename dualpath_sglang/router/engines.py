@@ -131,11 +131,17 @@ class Engine:
         return PrefillEngine(self.name, self.node, self.requests, self.tokens)
 
     def as_decode(self) -> DecodeEngine:
-        """For scheduling. All engines of a node are one group. Unknown memory is unbounded."""
+        """For scheduling. A node without a named group is one. Unknown memory is unbounded."""
         capacity = self.load.capacity_tokens if self.load is not None else 0
         free = max(0, capacity - self.tokens) if capacity else 1 << 60
         return DecodeEngine(
-            self.name, self.node, self.node, self.requests, self.tokens, free, capacity or None
+            self.name,
+            self.node,
+            self.spec.group or self.node,
+            self.requests,
+            self.tokens,
+            free,
+            capacity or None,
         )
 
     def as_json(self) -> dict[str, object]:

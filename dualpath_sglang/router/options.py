@@ -30,12 +30,15 @@ class EngineSpec:
         bootstrap_port: where decode servers meet it; of prefill servers.
         node: the DualPath name of its machine; empty when it was not told, and then nothing is
             said to it about who reads.
+        group: of decode servers that share a queue (the paper's second level); empty for one of
+            its machine's own.
     """
 
     url: str
     role: Role
     bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT
     node: str = ""
+    group: str = ""
 
     @property
     def name(self) -> str:
@@ -49,12 +52,12 @@ class EngineSpec:
 
     @classmethod
     def of(cls, fields: Mapping[str, object]) -> EngineSpec:
-        """From JSON: url, role, and perhaps bootstrap_port and node.
+        """From JSON: url, role, and perhaps bootstrap_port, node and group.
 
         Raises:
             OptionsError: one is missing, unknown, or not what it should be.
         """
-        unknown = set(fields) - {"url", "role", "bootstrap_port", "node"}
+        unknown = set(fields) - {"url", "role", "bootstrap_port", "node", "group"}
         if unknown:
             raise OptionsError(f"An engine has no {sorted(unknown)[0]!r}")
         url, role = fields.get("url"), fields.get("role")
@@ -65,15 +68,18 @@ class EngineSpec:
             port = DEFAULT_BOOTSTRAP_PORT
         if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
             raise OptionsError("The bootstrap_port of an engine is a number from 1 to 65535")
-        node = fields.get("node") or ""
-        if not isinstance(node, str) or len(node) > _LONGEST or not node.isprintable():
-            raise OptionsError("The node of an engine is a short text")
+        names = []
+        for what in ("node", "group"):
+            name = fields.get(what) or ""
+            if not isinstance(name, str) or len(name) > _LONGEST or not name.isprintable():
+                raise OptionsError(f"The {what} of an engine is a short text")
+            names.append(name)
         known: Role = "prefill" if role == "prefill" else "decode"
-        return cls(_url(url), known, port, node)
+        return cls(_url(url), known, port, *names)
 
     @classmethod
     def parse(cls, text: str, role: Role) -> EngineSpec:
-        """From a command line: ``URL[,bootstrap_port=N][,node=NAME]``.
+        """From a command line: ``URL[,bootstrap_port=N][,node=NAME][,group=NAME]``.
 
         Raises:
             OptionsError: it is not such a text.
@@ -82,9 +88,12 @@ class EngineSpec:
         fields: dict[str, object] = {"url": url, "role": role}
         for part in rest:
             name, equals, value = part.partition("=")
-            if not equals or name not in ("bootstrap_port", "node"):
-                raise OptionsError(f"An engine is URL[,bootstrap_port=N][,node=NAME], not {text!r}")
-            fields[name] = int(value) if name != "node" and value.isdigit() else value
+            if not equals or name not in ("bootstrap_port", "node", "group"):
+                raise OptionsError(
+                    f"An engine is URL[,bootstrap_port=N][,node=NAME][,group=NAME], not {text!r}"
+                )
+            number = name == "bootstrap_port" and value.isdigit()
+            fields[name] = int(value) if number else value
         return cls.of(fields)
 
     def as_json(self) -> dict[str, str | int]:
@@ -94,6 +103,7 @@ class EngineSpec:
             "role": self.role,
             "bootstrap_port": self.bootstrap_port,
             "node": self.node,
+            "group": self.group,
         }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dualpath_sglang.router.engines import Load, Registry
+from dualpath_sglang.router.engines import Engine, Load, Registry
 from dualpath_sglang.router.loads import LoadError, parse_loads
 from dualpath_sglang.router.logprobs import Events
 from dualpath_sglang.router.nodes import ReadQueues, engines_among
@@ -27,6 +27,7 @@ def test_an_engine_is_read_from_a_command_line() -> None:
     assert EngineSpec.parse("host:1/", "decode") == EngineSpec("http://host:1", "decode")
     assert EngineSpec.of(spec.as_json()) == spec
     assert EngineSpec.parse("http://[::1]:30", "decode").host == "::1"
+    assert EngineSpec.parse("http://h:1,group=7", "decode").group == "7"
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,12 @@ def test_an_engine_is_read_from_a_command_line() -> None:
 def test_what_is_no_engine_is_refused(text: str) -> None:
     with pytest.raises(OptionsError):
         EngineSpec.parse(text, "prefill")
+
+
+def test_decode_servers_are_grouped_by_name_or_else_by_node() -> None:
+    named = Engine(EngineSpec("http://a:1", "decode", node="n", group="g"), "flags")
+    alone = Engine(EngineSpec("http://b:1", "decode", node="n"), "flags")
+    assert [engine.as_decode().group for engine in (named, alone)] == ["g", "n"]
 
 
 def test_an_engine_that_is_named_twice_is_refused() -> None:
