@@ -7,7 +7,6 @@ import ipaddress
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from dataclasses import replace
 from typing import Any
 
 import orjson
