@@ -33,6 +33,8 @@ OTHER = PROMPT[:256] + random_tokens(100, seed=2)
 PAGE_TOKENS = 16
 WHOLE_PAGES = len(PROMPT) // PAGE_TOKENS * PAGE_TOKENS
 KINDS = ["qwen3", "deepseek_v2"]
+BOTH = [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.slow)]
+"""For what takes long: the second kind is left to the slow tests."""
 OTHER_FORMS = [("page_first", "kernel"), ("layer_first", "direct")]  # than page_first_direct
 
 
@@ -127,6 +129,7 @@ def test_after_a_kill_and_a_restart_the_prompt_comes_from_storage(stocked: Stock
     assert again.tokens == stocked.cold.tokens
 
 
+@pytest.mark.parametrize("stocked", BOTH, indirect=True)
 @pytest.mark.parametrize(("layout", "io"), OTHER_FORMS, ids=["page_first", "layer_first"])
 def test_a_server_with_another_host_layout_reads_the_same_store(
     layout: str, io: str, stocked: Stocked, start_server: Callable[..., Server]
@@ -143,6 +146,7 @@ def test_a_server_with_another_host_layout_reads_the_same_store(
     assert other_layout.tokens == cold.tokens
 
 
+@pytest.mark.parametrize("stocked", BOTH, indirect=True)
 def test_another_model_on_the_same_store_shares_nothing(
     stocked: Stocked, model: Callable[..., Path], start_server: Callable[..., Server]
 ) -> None:
@@ -159,6 +163,7 @@ def test_another_model_on_the_same_store_shares_nothing(
     assert stocked.from_storage().tokens == stocked.cold.tokens
 
 
+@pytest.mark.parametrize("stocked", BOTH, indirect=True)
 def test_ranks_store_and_restore_their_shards(
     stocked: Stocked, start_server: Callable[..., Server]
 ) -> None:
@@ -175,6 +180,7 @@ def test_ranks_store_and_restore_their_shards(
         assert again.tokens == first.tokens
 
 
+@pytest.mark.parametrize("stocked", BOTH, indirect=True)
 def test_the_backend_is_attached_and_detached_while_serving(
     stocked: Stocked, start_server: Callable[..., Server]
 ) -> None:
@@ -236,6 +242,7 @@ def as_admin(
         return error.code, error.read().decode()
 
 
+@pytest.mark.parametrize("stocked", BOTH, indirect=True)
 def test_sglangs_failures_and_delays_never_change_an_answer(
     stocked: Stocked, start_server: Callable[..., Server]
 ) -> None:

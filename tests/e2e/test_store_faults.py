@@ -24,7 +24,8 @@ pytestmark = pytest.mark.e2e
 PAGE_TOKENS = 16
 PROMPT = random_tokens(320, seed=11)
 PAGES = len(PROMPT) // PAGE_TOKENS
-KINDS = ["qwen3", "deepseek_v2"]
+# What a store does when it is damaged does not depend on attention.
+KINDS = ["qwen3", pytest.param("deepseek_v2", marks=pytest.mark.slow)]
 DEADLINE_S = 120.0
 
 

@@ -28,7 +28,9 @@ CHUNKED = ["--chunked-prefill-size", "64"]
 NO_OVERLAP = ["--disable-overlap-schedule"]
 SERVERS = [
     pytest.param(("qwen3", []), id="overlap"),
-    pytest.param(("deepseek_v2", [*CHUNKED, *NO_OVERLAP]), id="chunked_no_overlap"),
+    pytest.param(
+        ("deepseek_v2", [*CHUNKED, *NO_OVERLAP]), id="chunked_no_overlap", marks=pytest.mark.slow
+    ),
     pytest.param(("deepseek_v2", NO_OVERLAP), id="no_overlap", marks=pytest.mark.slow),
     pytest.param(("qwen3", CHUNKED), id="chunked", marks=pytest.mark.slow),
 ]

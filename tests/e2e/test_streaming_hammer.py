@@ -20,10 +20,11 @@ SECONDS = 20.0
 CLIENTS = 6
 FLAGS = [
     pytest.param(["--chunked-prefill-size", "128"], id="overlap"),
-    pytest.param(["--disable-overlap-schedule"], id="no_overlap", marks=pytest.mark.slow),
+    pytest.param(["--disable-overlap-schedule"], id="no_overlap"),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduling", FLAGS)
 def test_every_answer_is_right_whatever_happens_to_the_store(
     scheduling: list[str], model: Callable[..., Path], tmp_path: Path

@@ -14,11 +14,10 @@ from tests.support.mounts import break_down, fill_up, needs_root, small_disk
 from tests.support.server import random_tokens
 from tests.support.streaming import Background, StreamingServer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 KILLS = 3
-# What a store does when it is damaged does not depend on attention.
-KINDS = ["qwen3", pytest.param("deepseek_v2", marks=pytest.mark.slow)]
+KINDS = ["qwen3", "deepseek_v2"]
 
 
 @needs_root

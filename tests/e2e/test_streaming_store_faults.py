@@ -11,10 +11,9 @@ from tests.e2e.test_store_faults import FAULTS, PAGE_TOKENS, PROMPT, Fault, Serv
 from tests.support import stores
 from tests.support.streaming import StreamingServer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-# What a store does when it is damaged does not depend on attention.
-KINDS = ["qwen3", pytest.param("deepseek_v2", marks=pytest.mark.slow)]
+KINDS = ["qwen3", "deepseek_v2"]
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -70,6 +70,7 @@ def start(
     return start
 
 
+@pytest.mark.slow
 def test_a_patched_sglang_stores_and_restores_without_the_plugin(
     start: Callable[[], Server], tmp_path: Path
 ) -> None:
