@@ -297,11 +297,11 @@ def _first_token_s(server: Server, prompt: Sequence[int]) -> float:
 def main(
     json: Annotated[Path | None, typer.Option(help="write the rows here")] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
-    quota: Annotated[float, typer.Option(min=0.001, help="seconds of attention a batch")] = 0.5,
+    quota: Annotated[float, typer.Option(min=0.001, help="seconds of attention a batch")] = 0.9,
     long_tokens: Annotated[int, typer.Option(min=512, max=16000)] = 12000,
     chunk: Annotated[int, typer.Option(min=64, help="SGLang's --chunked-prefill-size")] = 2048,
     shorts: Annotated[int, typer.Option(min=1, help="short prompts a round")] = 40,
-    layers: Annotated[int, typer.Option(min=1, help="of the model")] = 2,
+    layers: Annotated[int, typer.Option(min=1, help="of the model")] = 4,
     stock: Annotated[bool, typer.Option("--stock", help="torch_native as it is")] = False,
 ) -> None:
     """Measure what a compute quota does for short prompts beside long ones."""
