@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from dualpath_sglang.prefill.profile import load
 from dualpath_sglang.scheduling.quota import AttentionModel
 from tests.prefill.servers import (
+    FLAGS,
     LONG,
     MODEL,
     PAGE_TOKENS,
@@ -24,6 +26,7 @@ from tests.prefill.servers import (
     over_quota,
     recorded,
 )
+from tests.support.pd import PdCluster
 from tests.support.server import Answer, Server, ServerError, random_tokens
 from tests.support.streaming import Background
 
@@ -194,6 +197,31 @@ def refused(server: Server) -> str:
     with pytest.raises(ServerError), server:
         pass
     return server.log.read_text(errors="replace")
+
+
+@slow
+def test_a_prefill_server_of_a_pair_keeps_to_it(
+    plain: Plain, model: Models, tmp_path: Path
+) -> None:
+    env = {
+        "DUALPATH_PREFILL_TRACE": str(tmp_path / "trace"),
+        "DUALPATH_PREFILL_QUOTA_S": str(QUOTA_S),
+        "DUALPATH_PREFILL_PROFILE": str(plain.profile),
+    }
+    roles = ("prefill", "decode")
+    with (
+        PdCluster(
+            model("qwen3"),
+            tmp_path,
+            flags=dict.fromkeys(roles, FLAGS),
+            role_env={"prefill": env},
+        ) as cluster,
+        ThreadPoolExecutor(len(PROMPTS)) as pool,
+    ):
+        found = list(pool.map(lambda prompt: cluster.generate(prompt, 8), PROMPTS))
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in plain.answers]
+    assert not over_quota(batches(tmp_path))
+    assert any(batch.cut for batch in batches(tmp_path))
 
 
 @slow

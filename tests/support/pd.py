@@ -128,6 +128,7 @@ class PdCluster:
         settings: of DualPath, for all.
         flags: of servers, by role, beside those that are needed.
         env: of all servers.
+        role_env: of the servers of a role, on top.
     """
 
     model: Path
@@ -140,6 +141,7 @@ class PdCluster:
     settings: Mapping[str, Any] = field(default_factory=dict)
     flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
+    role_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     engines: dict[str, Engine] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -291,7 +293,13 @@ class PdCluster:
         server = Server(
             self.model,
             [*flags, *self.flags.get(role, ())],
-            env={**ENVIRONMENT, **faults.env, **transfers.env, **self.env},
+            env={
+                **ENVIRONMENT,
+                **faults.env,
+                **transfers.env,
+                **self.env,
+                **self.role_env.get(role, {}),
+            },
             log=self.folder / f"server-{name}.log",
         )
         place = Place(
