@@ -90,7 +90,7 @@ def router(
     ] = 0.25,
     dead_after: Annotated[
         float, typer.Option(min=0.1, help="Seconds without an answer: an engine is dead.")
-    ] = 3.0,
+    ] = 6.0,
     stuck_after: Annotated[
         float,
         typer.Option(min=0.1, help="Seconds without news of a busy scheduler: likewise."),

@@ -173,7 +173,7 @@ class RouterOptions:
     read_rate: float | None = None
     prefill_rate: float | None = None
     poll_interval_s: float = 0.25
-    dead_after_s: float = 3.0
+    dead_after_s: float = 6.0
     stuck_after_s: float = 30.0
     queue_limit: int = 10_000
     queue_timeout_s: float = 60.0

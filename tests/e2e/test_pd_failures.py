@@ -125,7 +125,7 @@ def bed(model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) ->
         PdCluster(
             of, folder, prefill=2, decode=2, agents=True, settings=SETTINGS, flags=flags
         ) as cluster,
-        routers(cluster, "--stuck-after", "5", count=2) as both,
+        routers(cluster, "--stuck-after", "5", "--dead-after", "3", count=2) as both,
     ):
         yield Bed(cluster, both, right)
 

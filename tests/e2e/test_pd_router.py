@@ -24,6 +24,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 PATHS = ("pe", "de", "split", "shorter_queue", "free")
 TURNS = 10
 """Of each session; four sessions a path and five paths are 200 turns a model."""
+CALM = ("--dead-after", "30", "--stuck-after", "120")
+"""On a busy machine nobody is dead because it is slow."""
 SPOILED = len(PATHS)
 """Number of the sessions of the negative control."""
 
@@ -102,7 +104,7 @@ def run(bed: Bed, router: RouterProcess, asked: list[Session], turns: int) -> Fi
 def test_answers_are_those_of_a_single_uncached_server(bed: Bed, path: str, tmp_path: Path) -> None:
     number = PATHS.index(path)
     asked, record = sessions(number), tmp_path / "rounds"
-    with routers(bed.cluster, "--path", path, record=record) as (router,):
+    with routers(bed.cluster, "--path", path, *CALM, record=record) as (router,):
         took = run(bed, router, asked, TURNS)
         wait_for(lambda: not router.busy())
         end(router)
@@ -140,7 +142,7 @@ def _replays(record: Path, requests: int) -> None:
 def test_other_bytes_in_the_store_change_the_answers(bed: Bed) -> None:
     """The control. Last, for it spoils the store."""
     asked = sessions(SPOILED)
-    with routers(bed.cluster, "--path", "split") as (router,):
+    with routers(bed.cluster, "--path", "split", *CALM) as (router,):
         run(bed, router, asked, 2)
         assert replace_blocks(bed.cluster.root, bed.cluster.redis.url) > 0
         for engine in bed.cluster.engines.values():  # whose memory has the right bytes

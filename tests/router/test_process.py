@@ -42,7 +42,7 @@ class Running:
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 command(
-                    *("--port", str(self.port), "--poll-interval", "0.05"),
+                    *("--port", str(self.port), "--poll-interval", "0.05", "--dead-after", "3"),
                     *("--prefill", f"{prefill.url},bootstrap_port={prefill.port},node=p"),
                     *("--decode", f"{decode.url},node=d"),
                 ),
