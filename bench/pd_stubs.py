@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
+from bench.router_stubs import loads
 from dualpath_sglang.read_hint import from_kv_hints
 
 CAPACITY = 400_000
@@ -99,15 +99,7 @@ class Engine:
 
     async def _loads(self, request: web.Request) -> web.Response:
         del request
-        rank = {
-            "timestamp": time.time(),
-            "num_running_reqs": self._requests,
-            "num_waiting_reqs": 0,
-            "num_total_tokens": self.outstanding,
-            "max_total_num_tokens": CAPACITY,
-            "disaggregation": {"mode": self.role},
-        }
-        return web.json_response({"loads": [rank]})
+        return loads(self.role, self._requests, self.outstanding, CAPACITY)
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())

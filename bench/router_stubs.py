@@ -18,14 +18,16 @@ PREFILL_S = 0.005
 TOKEN_S = 0.010
 
 
-def loads(role: str) -> web.Response:
+def loads(
+    role: str, requests: int = 0, tokens: int = 0, capacity: int = 100_000_000
+) -> web.Response:
     """``GET /v1/loads``."""
     rank = {
         "timestamp": time.time(),
-        "num_running_reqs": 0,
+        "num_running_reqs": requests,
         "num_waiting_reqs": 0,
-        "num_total_tokens": 0,
-        "max_total_num_tokens": 100_000_000,
+        "num_total_tokens": tokens,
+        "max_total_num_tokens": capacity,
         "disaggregation": {"mode": role},
     }
     return web.json_response({"loads": [rank]})

@@ -124,9 +124,9 @@ def test_an_envelope_that_cannot_even_be_looked_at_is_no_hint() -> None:
 def test_hints_of_others_are_passed_over() -> None:
     hint = ReadHint((("a", 1.0),))
     mine = kv_hints(hint, "m")
-    other = {**kv_hints(ReadHint((("b", 1.0),)), "m")["actions"][0], "action_type": "pin"}  # type: ignore[index]
-    later = {**mine["actions"][0], "action_version": "2"}  # type: ignore[index]
-    assert from_kv_hints({"actions": [other, later, *mine["actions"]]}) == hint  # type: ignore[misc]
+    other = {**kv_hints(ReadHint((("b", 1.0),)), "m")["actions"][0], "action_type": "pin"}
+    later = {**mine["actions"][0], "action_version": "2"}
+    assert from_kv_hints({"actions": [other, later, *mine["actions"]]}) == hint
     assert from_kv_hints({"actions": [other, later]}) is None
 
 

@@ -307,9 +307,6 @@ def _measure(engine: Engine, load: Load) -> None:
     tokens = load.prefill_tokens - last.prefill_tokens
     busy_s = (load.prefill_busy_us - last.prefill_busy_us) / 1e6
     if tokens > 0 and busy_s > 1e-3:
-        rate, weight = (
-            tokens / busy_s,
-            min(1.0, busy_s),
-        )  # a second of work outweighs the past
+        rate, weight = tokens / busy_s, min(1.0, busy_s)  # a second of work outweighs the past
         known = engine.compute_rate
         engine.compute_rate = rate if known is None else known + weight * (rate - known)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from dualpath_sglang.config import ConfigError, DualPathConfig
 from dualpath_sglang.index import Index, IndexUnavailableError, Report
 from dualpath_sglang.index.source import RedisSource
+from dualpath_sglang.paths.reports import nodes_among
 from dualpath_sglang.router.options import EngineSpec, OptionsError
 
 logger = logging.getLogger(__name__)
@@ -74,28 +75,26 @@ class ReadQueues:
     def learn(self, reports: Iterable[Report]) -> None:
         """What agents and servers said."""
         now = time.monotonic()
-        told: dict[str, _Told] = {}
+        reports = list(reports)
         for report in reports:
             self._learn_size(report)
-            host = report.get("host")
-            if report.get("role") != "node" or not isinstance(host, str):
-                continue
-            stamp = (report.get("node_id"), report.get("up_s"))
-            known = self._told.get(host)
+        size = self._bytes_per_token
+        told: dict[str, _Told] = {}
+        for node in nodes_among(reports):
+            known = self._told.get(node.machine)
+            stamp = (node.name, node.told)
             if known is not None and known.stamp == stamp:
-                told[host] = known
+                told[node.machine] = known
                 continue
-            rate = _number(report.get("read_rate"))
-            size = self._bytes_per_token
-            told[host] = _Told(
-                int(_number(report.get("read_queue_tokens")) or 0),
-                rate / size if rate and size else None,
+            told[node.machine] = _Told(
+                0 if node.load is None else node.load.tokens,
+                node.read_rate / size if node.read_rate and size else None,
                 stamp,
                 now,
                 known.at if known is not None else now,
             )
-            self._promises[host] = {
-                p for p in self._promises.get(host, ()) if p.at >= told[host].before
+            self._promises[node.machine] = {
+                p for p in self._promises.get(node.machine, ()) if p.at >= told[node.machine].before
             }
         self._told = told
 

@@ -102,7 +102,7 @@ async def until(what: Callable[[], bool | Awaitable[bool]], timeout_s: float = W
 
 
 def spec(stub: Stub, node: str = "") -> EngineSpec:
-    return EngineSpec(stub.url, stub.role, stub.port, node)  # type: ignore[arg-type]
+    return EngineSpec(stub.url, stub.role, stub.port, node)
 
 
 @contextlib.asynccontextmanager

@@ -18,7 +18,7 @@ from tests.router.test_serving import BODIES, said
 
 
 def spec(stub: StubProcess) -> EngineSpec:
-    return EngineSpec(stub.url, stub.role, stub.port, stub.role)  # type: ignore[arg-type]
+    return EngineSpec(stub.url, stub.role, stub.port, stub.role)
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -252,7 +252,7 @@ async def test_so_does_one_in_the_middle_of_a_stream() -> None:
 async def test_a_full_queue_and_a_long_wait_are_told_with_503() -> None:
     async with bed(queue_limit=2, queue_timeout_s=0.5) as b:
         b.decode[0].do.capacity = 4096
-        await until(lambda: b.router.registry.get(b.decode[0].name).load.capacity_tokens == 4096)  # type: ignore[union-attr]
+        await until(lambda: b.router.registry.get(b.decode[0].name).load.capacity_tokens == 4096)
         b.decode[0].do.token_s = 1.0
         ids = list(range(3000))
         params = {"max_new_tokens": 1}
@@ -276,12 +276,12 @@ async def test_who_waits_is_served_in_turn_when_there_is_room() -> None:
     async with bed() as b:
         b.decode[0].do.capacity = 4096
         b.decode[0].do.token_s = 0.1
-        await until(lambda: b.router.registry.get(b.decode[0].name).load.capacity_tokens == 4096)  # type: ignore[union-attr]
+        await until(lambda: b.router.registry.get(b.decode[0].name).load.capacity_tokens == 4096)
         body = {"input_ids": list(range(3000)), "sampling_params": {"max_new_tokens": 1}}
         tasks = []
         for i in range(4):
             tasks.append(asyncio.create_task(b.post("/generate", rid=f"number{i}", **body)))
-            await until(lambda i=i: len(b.router.forwarder) == i + 1)  # type: ignore[misc]
+            await until(lambda i=i: len(b.router.forwarder) == i + 1)
         assert [status for status, _ in await asyncio.gather(*tasks)] == [200] * 4
         assert [seen["rid"][-1] for seen in b.decode[0].seen] == list("0123")
         assert await b.metric("dualpath_router_queue_seconds_count") == 4

@@ -235,7 +235,7 @@ async def test_patience_for_engines_begins_when_the_last_one_goes(
     options = RouterOptions(engine_wait_s=8.0, queue_timeout_s=60.0)
     dispatcher = dispatch.Dispatcher(registry, ReadQueues(), options)
     for role in ("prefill", "decode"):
-        registry.add(EngineSpec(f"http://{role}:1", role), "flags").heard_at = 0.0  # type: ignore[arg-type]
+        registry.add(EngineSpec(f"http://{role}:1", role), "flags").heard_at = 0.0
     decode = registry.of("decode")[0]
     waiting = dispatch.Waiting(1, Request("a", 1), 0.0, asyncio.Future())
     clock.now = 20.0

@@ -275,8 +275,8 @@ def test_engines_and_read_queues_are_found_in_the_index(redis: RedisServer, tmp_
         async def test() -> None:
             async with bed(1, 0, config=config, nodes=False) as b, serving("decode") as decode:
                 report("d", role="hicache", pd_role="decode", url=decode.url, host="machine-d")
-                report("a", role="node", node_id="1", host="machine-d", read_queue_tokens=77,
-                       up_s=1)  # fmt: skip
+                report("a", role="node", node_id="1", host="machine-d", address="h:1",
+                       read_queue_tokens=77, read_queue_bytes=770, up_s=1)  # fmt: skip
                 # Also says of which node the prefill server is, which the flag did not.
                 report("p", pd_role="prefill", url=b.prefill[0].url, host="machine-p",
                        bootstrap_port=b.prefill[0].port)  # fmt: skip

@@ -278,7 +278,9 @@ def test_two_refused_polls_make_an_engine_dead_and_an_answer_makes_it_live() -> 
 
 
 def agent(host: str, up_s: float, **fields: Any) -> dict[str, Any]:
-    return {"role": "node", "host": host, "node_id": "1", "up_s": up_s, **fields}
+    """What the agent of a machine reports, as far as it counts here."""
+    told = {"role": "node", "host": host, "node_id": "1", "up_s": up_s, "address": "h:1"}
+    return {**told, "read_queue_bytes": 10 * fields.get("read_queue_tokens", 0), **fields}
 
 
 def test_read_queues_are_those_reported_and_what_was_placed_since() -> None:

@@ -101,7 +101,7 @@ async def test_so_does_one_of_a_stream_and_of_a_batch() -> None:
         for event in events[:-1]:
             names = [name for _, _, name in event["meta_info"]["input_token_logprobs"]]
             assert names == ["prefill"] * 3 + ["decode"]
-        _, told = await b.generate(["a b", "c"], return_logprob=True)  # type: ignore[arg-type]
+        _, told = await b.generate(["a b", "c"], return_logprob=True)
         sizes = [len(item["meta_info"]["input_token_logprobs"]) for item in told]
         assert sizes == [3, 2]
 

@@ -159,7 +159,7 @@ class PdCluster:
                 ("decode", self.decode, self.decode_mode),
             ):
                 for number in range(count):
-                    engine = self._engine(role, number, mode)  # type: ignore[arg-type]
+                    engine = self._engine(role, number, mode)
                     self.engines[engine.name] = engine
                     stack.callback(engine.server.kill9)
             with ThreadPoolExecutor() as pool:
